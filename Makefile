@@ -9,10 +9,10 @@ TRACE_UI := .venv-trace-ui/.installed
 WORKERS := -n 2 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve stop demo trace-ui guidellm aiperf test test-policies test-slow check format clean
+.PHONY: help serve stop demo trace-ui guidellm aiperf test test-policies test-slice test-slow campaign campaign-short check format clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 serve: $(RUNTIME) ## start a server on this machine and send it a first 16K-token question
 	@$(BIN)/csps serve $(ARGS)
@@ -38,8 +38,19 @@ test: $(DEV) ## run the tests (minutes, two cores suffice)
 test-policies: $(DEV) ## deploy a server with each scheduling policy and ask it
 	$(BIN)/pytest tests/end_to_end/test_every_policy.py -m slow $(ARGS)
 
+# Each commit runs another slice, so that some days of work run them all. Where the history is cut
+# off, as in a shallow clone, it is the same one.
+test-slice: $(DEV) ## run a ten-minute slice of the tests that take long
+	$(BIN)/pytest $(WORKERS) -m slow --slice $$(git rev-list --count HEAD 2>/dev/null || echo 0) $(ARGS)
+
 test-slow: $(DEV) ## run the tests that take long as well
 	$(BIN)/pytest $(WORKERS) -m "slow or not slow" --hypothesis-profile=slow $(ARGS)
+
+campaign: $(DEV) ## break a deployed server in every way; hours, but a second start goes on
+	$(BIN)/python tests/campaign $(ARGS)
+
+campaign-short: $(DEV) ## two minutes of it
+	$(BIN)/python tests/campaign --budget 120
 
 check: $(DEV) ## lint, format, types, import directions
 	$(BIN)/ruff check .
@@ -75,7 +86,7 @@ $(LOAD_TESTERS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-load-testers
 	.venv-load-testers/bin/pip install --quiet --disable-pip-version-check \
 	  $$(grep '^torch==' constraints.txt) $$(.venv-load-testers/bin/python -c "import tomllib; \
-	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['load-testers'])")
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['bench'])")
 	@touch $@
 
 # In an environment of its own: it is large, and serves another purpose.

@@ -39,12 +39,10 @@ import numpy as np
 import report
 from checkpoints import checkpoint
 
-from csps.actors.engine.step_trace import BYTES, LAYER, PHASE, RANK
-from csps.actors.timing.timeline import TRANSFERS
-from csps.protocols.core.placement import KvSlice, place, zigzag
+from csps.actors.timing.timeline import BYTES, LAYER, PHASE, RANK, TRANSFERS
+from csps.protocols.core.placement import KvSlice, outside, place, zigzag
 from csps.protocols.gang.messages import RankKvReceived, SampledToken, Sampling
 from csps.protocols.gang.step_messages import PrefillStep
-from csps.services.scheduling.events.slices import outside
 from csps.services.scheduling.policies.tetris.policy import balancing_moves
 from csps.services.telemetry.traces.spans import RecordedSpan, Trace, read_spans, span_files, traces
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from csps.actors.engine.step_trace import PHASE, RANK
-from csps.actors.timing.timeline import TRANSFERS
+from csps.actors.timing.timeline import PHASE, RANK, TRANSFERS
 from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 mpl.use("Agg")

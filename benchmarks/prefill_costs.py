@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from csps.actors.engine.step_trace import (
+from csps.actors.timing.timeline import (
     BYTES_SENT,
     COMMUNICATION_S,
     CPU_NS,

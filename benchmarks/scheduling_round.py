@@ -24,8 +24,7 @@ import report
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
-from csps.services.scheduling.deciding.decisions import Decision, Policy
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import Decision, Policy, SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.commands import AnyCommand, Reserve, RunStep
 from csps.services.scheduling.events.limits import QueueLimits

@@ -253,6 +253,23 @@ def check_tokens(
             raise ValueError(f"{len(side_thd)} {name} need as many positions, not {len(positions)}")
 
 
+def check_window(window: int | None, q_positions: Positions | None) -> None:
+    """Check that a window has positions to compare, and at least the query's own.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if window is not None and (window < 1 or q_positions is None):
+        raise ValueError(f"a window must be at least 1 and needs positions, not {window}")
+
+
+def never_hides(window: int, q_positions: Positions | None, k_positions: Positions | None) -> bool:
+    """Return True if ranges of positions show that no key is too far away for a window."""
+    if not (isinstance(q_positions, range) and isinstance(k_positions, range)):
+        return False
+    return max(q_positions[0], q_positions[-1]) - min(k_positions[0], k_positions[-1]) < window
+
+
 def softmax_scale(q_thd: Tensor, scale: float | None) -> float:
     """Return `scale`, or head dim ** -0.5 if it is None.
 

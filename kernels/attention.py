@@ -25,6 +25,8 @@ from csps.kernels.arguments import (
     SlotRuns,
     check_tensors,
     check_tokens,
+    check_window,
+    never_hides,
     softmax_scale,
 )
 from csps.kernels.merge import nothing_seen
@@ -45,6 +47,7 @@ class AttentionBackend(Protocol):
         scale: float,
         cu_seqlens_q: Offsets | None,
         cu_seqlens_k: Offsets | None,
+        window: int | None,
         /,
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -54,6 +57,7 @@ def attention_backend(
     q_positions: Positions | None,
     k_positions: Positions | None,
     cu_seqlens_q: Offsets | None,
+    window: int | None = None,
 ) -> AttentionBackend:
     """Return the backend for a call."""
     # Imported on use: a machine without a GPU needs no Triton, and flash-attn is optional.
@@ -61,7 +65,7 @@ def attention_backend(
         from csps.kernels import cpu_attention
 
         return cpu_attention.attention
-    if flash_attn_installed():
+    if window is None and flash_attn_installed():
         from csps.kernels import flash_attention
 
         if flash_attention.applies(q_thd, q_positions, k_positions, cu_seqlens_q):
@@ -89,6 +93,7 @@ def attention(
     scale: float | None = None,
     cu_seqlens_q: Offsets | None = None,
     cu_seqlens_k: Offsets | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend by position: query i sees key j iff k_positions[j] <= q_positions[i] (causal mask).
 
@@ -102,6 +107,8 @@ def attention(
         scale: positive factor on q·k, by default head dim ** -0.5.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) offsets; a query sees only keys of its own
             sequence. Both None for one sequence.
+        window: positions that a query sees, its own included: keys with k_positions[j] <=
+            q_positions[i] - window are hidden as well. None for all; else positions must be given.
 
     Returns:
         out_thd: (q tokens, query heads, head dim) fp32 (fp64 for fp64 inputs).
@@ -109,15 +116,19 @@ def attention(
             no key has out 0 and lse -inf, the identity of `merge`.
 
     Raises:
-        ValueError: shapes, dtypes or offsets do not match.
+        ValueError: shapes, dtypes, offsets or the window do not match.
     """
     check_tensors(q_thd, k_thd, v_thd)
     check_tokens(q_thd, k_thd, q_positions, k_positions, cu_seqlens_q, cu_seqlens_k)
+    check_window(window, q_positions)
     scale = softmax_scale(q_thd, scale)
     if q_thd.numel() == 0 or len(k_thd) == 0:
         return nothing_seen(q_thd)
-    backend = attention_backend(q_thd, q_positions, k_positions, cu_seqlens_q)
-    return backend(q_thd, k_thd, v_thd, q_positions, k_positions, scale, cu_seqlens_q, cu_seqlens_k)
+    if window is not None and never_hides(window, q_positions, k_positions):
+        window = None
+    backend = attention_backend(q_thd, q_positions, k_positions, cu_seqlens_q, window)
+    offsets = cu_seqlens_q, cu_seqlens_k
+    return backend(q_thd, k_thd, v_thd, q_positions, k_positions, scale, *offsets, window)
 
 
 def decode_attention(

@@ -26,6 +26,7 @@ from csps.kernels.merge import merge_into, merge_rows, nothing_seen
 
 MIN_REGULAR_ROWS = 64  # a shorter regular run costs more as a call of its own than in a mask
 MASKED_ROWS = 128  # rows of one masked block, which bounds the mask at 128 x keys
+WINDOW_ROWS = 512  # the same if rows see a window of keys only
 FOLD_ROWS = 16  # up to here a KV head's query heads become rows: 2.5x faster for one fp32 row
 TILE_ROWS = 256  # (query, head) pairs of one KV head
 TILE_KEYS = 512  # with TILE_ROWS: 512 KiB of fp32 scores per KV head, which fit a core's cache
@@ -40,16 +41,18 @@ def attention(
     scale: float,
     cu_seqlens_q: Offsets | None,
     cu_seqlens_k: Offsets | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Implement `csps.kernels.attention.attention`; takes any dtype."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        return _attend_sequence(q_thd, k_thd, v_thd, q_positions, k_positions, scale)
+        return _attend_sequence(q_thd, k_thd, v_thd, q_positions, k_positions, scale, window)
     out_thd, lse_ht = nothing_seen(q_thd)
     q_slices, k_slices = sequences(cu_seqlens_q, len(q_thd)), sequences(cu_seqlens_k, len(k_thd))
     for q, k in zip(q_slices, k_slices, strict=True):
         qp = None if q_positions is None else q_positions[q]
         kp = None if k_positions is None else k_positions[k]
-        out_thd[q], lse_ht[:, q] = _attend_sequence(q_thd[q], k_thd[k], v_thd[k], qp, kp, scale)
+        of_sequence = q_thd[q], k_thd[k], v_thd[k], qp, kp
+        out_thd[q], lse_ht[:, q] = _attend_sequence(*of_sequence, scale, window)
     return out_thd, lse_ht
 
 
@@ -60,11 +63,17 @@ def _attend_sequence(
     q_positions: Positions | None,
     k_positions: Positions | None,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     if len(q_thd) == 0 or len(k_thd) == 0:
         return nothing_seen(q_thd)
     if q_positions is None or k_positions is None:
         return _attend_dense(q_thd, k_thd, v_thd, scale)
+    if window is not None:
+        q_positions = as_tensor(q_positions, q_thd.device)
+        k_positions = as_tensor(k_positions, q_thd.device)
+        if int(q_positions.max()) - int(k_positions.min()) >= window:
+            return _attend_window(q_thd, k_thd, v_thd, q_positions, k_positions, scale, window)
     if isinstance(q_positions, range) and isinstance(k_positions, range):
         # Chunks of a prompt come like this, and are often short: inspect no positions.
         corner = q_positions.start - k_positions.start
@@ -84,6 +93,56 @@ def _attend_sequence(
     out_thd, lse_ht = _attend_staircase(q_thd[order], k_thd, v_thd, visible, scale)
     back = order.argsort()
     return out_thd[back], lse_ht[:, back]
+
+
+def _attend_window(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    v_thd: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend in blocks of rows, each to the keys that any of its rows sees."""
+    if not ascending(k_positions):
+        k_positions, order = k_positions.sort()
+        k_thd, v_thd = k_thd[order], v_thd[order]
+    if not ascending(q_positions):
+        q_positions, order = q_positions.sort()
+        of_order = q_thd[order], k_thd, v_thd, q_positions, k_positions
+        out_thd, lse_ht = _attend_window(*of_order, scale, window)
+        back = order.argsort()
+        return out_thd[back], lse_ht[:, back]
+    first = visible_keys(q_positions - window, k_positions)
+    stop = visible_keys(q_positions, k_positions)
+    out_thd, lse_ht = nothing_seen(q_thd)
+    # Long blocks read keys less often; short ones have fewer masked scores.
+    step = min(WINDOW_ROWS, max(MASKED_ROWS, window // 2))
+    for start in range(0, len(q_thd), step):
+        rows = slice(start, min(start + step, len(q_thd)))
+        keys = slice(int(first[rows.start]), int(stop[rows.stop - 1]))
+        if keys.start < keys.stop:
+            seen = first[rows] - keys.start, stop[rows] - keys.start
+            block = q_thd[rows], k_thd[keys], v_thd[keys]
+            out_thd[rows], lse_ht[:, rows] = _attend_band(*block, *seen, scale)
+    return out_thd, lse_ht
+
+
+def _attend_band(
+    q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, first: Tensor, stop: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend row i to the keys [first[i], stop[i]); both ascend."""
+    if int(first[-1]) == 0 and int(stop[0]) == len(k_thd):
+        return _attend_dense(q_thd, k_thd, v_thd, scale)
+    column = torch.arange(len(k_thd))
+    hidden = (column < first[:, None]) | (column >= stop[:, None])
+    mask = torch.zeros(hidden.shape, dtype=q_thd.dtype).masked_fill_(hidden, -torch.inf)
+    out_thd, lse_ht = _flash(q_thd, k_thd, v_thd, scale, mask=mask)
+    blind = first >= stop
+    if blind.any():
+        out_thd[blind], lse_ht[:, blind] = 0.0, -torch.inf
+    return out_thd, lse_ht
 
 
 def _attend_staircase(

@@ -32,7 +32,6 @@ THREAD_BYTES = 2 * 2**20
 PART_ROWS = 32
 """Rows of a part, at most: their outputs stay in a core's second cache beside a block of KV."""
 _LOG2_E = 1 / math.log(2)
-_LEAST_LANES = 4
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 

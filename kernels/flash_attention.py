@@ -44,6 +44,7 @@ def attention(
     scale: float,
     cu_seqlens_q: Offsets | None,
     cu_seqlens_k: Offsets | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Implement `csps.kernels.attention.attention` for calls that `applies` accepts."""
     from flash_attn import flash_attn_func

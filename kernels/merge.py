@@ -71,6 +71,17 @@ def merge_into(
         lse_ht.scatter_(1, kept_hk, lse_hk)
 
 
+def merge_sink(out_thd: Tensor, lse_ht: Tensor, sinks_h: Tensor) -> None:
+    """Merge an attention sink into a result, in place: a key with the value 0 for each head.
+
+    Args:
+        sinks_h: (heads,) logit of each head's sink.
+    """
+    sinks_h1 = sinks_h.to(lse_ht.dtype)[:, None]
+    out_thd.mul_(torch.sigmoid(lse_ht - sinks_h1).transpose(0, 1)[..., None])
+    lse_ht.copy_(torch.logaddexp(lse_ht, sinks_h1))
+
+
 def merge_rows(out_nhd: Tensor, lse_nh: Tensor, row_n: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Merge any number of parts for each row, in a fixed number of operations.
 

@@ -31,6 +31,7 @@ from csps.kernels.triton_blocks import (
     load_tile,
     offsets_tensor,
     padded_dim,
+    reached_block,
     seen_blocks,
     sequence_of,
     shared_by,
@@ -64,8 +65,9 @@ class Tiling:
 
 @triton.jit
 def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, begin, end,
-            stride_kt, stride_vt, scale_log2, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-            BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+            stride_kt, stride_vt, scale_log2, window, CAUSAL: tl.constexpr,
+            WINDOWED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+            HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Run online softmax over key blocks [begin, end) of the sequence that begins at k, v."""
     k += begin.to(tl.int64) * BLOCK_N * stride_kt
     v += begin.to(tl.int64) * BLOCK_N * stride_vt
@@ -78,7 +80,10 @@ def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, beg
             visible = (column < rest)[None, :]
             if CAUSAL:
                 position = tl.load(k_positions + block * BLOCK_N + column, mask=column < rest)
-                visible = visible & (position.to(tl.int32)[None, :] <= q_position[:, None])
+                ahead = q_position[:, None] - position.to(tl.int32)[None, :]
+                visible = visible & (ahead >= 0)
+                if WINDOWED:
+                    visible = visible & (ahead < window)
             score = tl.where(visible, score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1) * scale_log2)
         shift = new_peak
@@ -97,7 +102,7 @@ def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, beg
 
 
 @triton.jit(
-    do_not_specialize=["q_tokens", "k_tokens", "sequences", "splits"],
+    do_not_specialize=["q_tokens", "k_tokens", "sequences", "splits", "window"],
     do_not_specialize_on_alignment=[
         "q_positions",
         "k_positions",
@@ -108,11 +113,11 @@ def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, beg
     ],
 )
 def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens_q, cu_seqlens_k,
-                      out, lse, q_tokens, k_tokens, sequences, splits, scale_log2,
+                      out, lse, q_tokens, k_tokens, sequences, splits, window, scale_log2,
                       stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
-                      VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_D: tl.constexpr):  # fmt: skip
+                      WINDOWED: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     slot = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most keys: start first
     kv_head = tl.program_id(1)
@@ -149,8 +154,12 @@ def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens
             least + k_slot, most + k_slot, blocks, q_least, tl.max(q_position, 0)
         )
         whole = tl.minimum(whole, k_seen)
-    length_of_split = tl.cdiv(seen, splits)
-    begin = split * length_of_split
+    reached = seen * 0
+    if WINDOWED:  # every block has a mask: the oldest keys of some rows are hidden, too
+        reached = tl.minimum(reached_block(most + k_slot, blocks, q_least - window), seen)
+        whole = reached
+    length_of_split = tl.cdiv(seen - reached, splits)
+    begin = reached + split * length_of_split
     end = tl.minimum(begin + length_of_split, seen)
     whole = tl.minimum(tl.maximum(whole, begin), end)
 
@@ -161,11 +170,12 @@ def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     acc, total, peak = _attend(
         acc, total, peak, q_tile, q_position, k, v, k_positions, length, begin, whole,
-        stride_kt, stride_vt, scale_log2, CAUSAL, False, BLOCK_N, HEAD_DIM, BLOCK_D,
+        stride_kt, stride_vt, scale_log2, window, CAUSAL, False, False, BLOCK_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     acc, total, peak = _attend(
         acc, total, peak, q_tile, q_position, k, v, k_positions, length, whole, end,
-        stride_kt, stride_vt, scale_log2, CAUSAL, True, BLOCK_N, HEAD_DIM, BLOCK_D,
+        stride_kt, stride_vt, scale_log2, window, CAUSAL, WINDOWED, True,
+        BLOCK_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
 
     blind = total == 0.0
@@ -187,6 +197,7 @@ def attention(
     scale: float,
     cu_seqlens_q: Offsets | None,
     cu_seqlens_k: Offsets | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Implement `csps.kernels.attention.attention` for bf16, fp16 and fp32."""
     _refuse_fp64(q_thd)
@@ -210,9 +221,10 @@ def attention(
     lse_sht = torch.empty(splits, heads, q_tokens, dtype=torch.float32, device=q_thd.device)
     _attention_kernel[(q_slots, kv_heads, splits)](
         q_thd, k_thd, v_thd, q_positions, k_positions, least, most, cu_q, cu_k,
-        out_sthd, lse_sht, q_tokens, k_tokens, sequences, splits, scale * LOG2_E,
+        out_sthd, lse_sht, q_tokens, k_tokens, sequences, splits, window or 0, scale * LOG2_E,
         *q_thd.stride()[:2], *k_thd.stride()[:2], *v_thd.stride()[:2],
-        GROUP=group, HEAD_DIM=dim, CAUSAL=least is not None, VARLEN=cu_q is not None,
+        GROUP=group, HEAD_DIM=dim, CAUSAL=least is not None, WINDOWED=window is not None,
+        VARLEN=cu_q is not None,
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=padded_dim(dim),
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
@@ -278,11 +290,11 @@ def _decode_kernel(q, k, v, runs, out, lse, scale_log2,
     whole = length // BLOCK_N
     acc, total, peak = _attend(
         acc, total, peak, q_tile, member, k, v, runs, length, whole * 0, whole,
-        stride_ks, stride_vs, scale_log2, False, False, BLOCK_N, HEAD_DIM, BLOCK_D,
+        stride_ks, stride_vs, scale_log2, 0, False, False, False, BLOCK_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     acc, total, peak = _attend(
         acc, total, peak, q_tile, member, k, v, runs, length, whole, tl.cdiv(length, BLOCK_N),
-        stride_ks, stride_vs, scale_log2, False, True, BLOCK_N, HEAD_DIM, BLOCK_D,
+        stride_ks, stride_vs, scale_log2, 0, False, False, True, BLOCK_N, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
 
     out_row = run.to(tl.int64) * tl.num_programs(1) * GROUP + head

@@ -112,6 +112,18 @@ def seen_blocks(least, most, blocks, q_least, q_most):
 
 
 @triton.jit
+def reached_block(most, blocks, bound):
+    """Return the first block with a key behind position `bound`."""
+    reached = blocks
+    for start in range(0, blocks, SCAN):
+        index = start + tl.arange(0, SCAN)
+        inside = index < blocks
+        behind = inside & (tl.load(most + index, mask=inside, other=0) > bound)
+        reached = tl.minimum(reached, tl.min(tl.where(behind, index, blocks), 0))
+    return reached
+
+
+@triton.jit
 def seeing_blocks(least, most, blocks, k_least, k_most):
     """Return (seeing, whole): queries before block `seeing` see no key between the extremes, and
     queries of the blocks from `whole` on see all of them."""

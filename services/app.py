@@ -4,6 +4,7 @@ This module has no `from __future__ import annotations`: Ray Serve reads the typ
 argument to parse `args`, and would find a string.
 """
 
+import time
 from typing import Any
 
 import ray
@@ -13,8 +14,9 @@ from ray.serve.config import GangSchedulingConfig
 
 from csps.services.cluster.registry import Registry
 from csps.services.deployments.configurator import Configurator
-from csps.services.deployments.gang_rank import GangRank
+from csps.services.deployments.gang_rank import UPDATE_S, GangRank
 from csps.services.deployments.router import Router
+from csps.services.planning.checks import check_settings
 from csps.services.settings.credentials import cluster_secret
 from csps.services.settings.replicas import GANGS, only_one
 from csps.services.settings.settings import AnyGang, Settings
@@ -31,6 +33,9 @@ a wake-up through a pipe and a fight for the interpreter, which doubled the cost
 """
 GRACE_S = 10.0
 """Time for a replica to close after the server has drained."""
+BESIDE_PERCENT = 100
+"""Serve's `max_surge_percent` of router and gangs: the next ones start while the former ones serve
+(`services.cluster.handover`)."""
 HEALTH_CHECK_PERIOD_S = 1.0
 """Period of Serve's health checks: a killed replica is noticed at the next one."""
 ROUTER_ANSWER_S, ANSWER_S = 2.5, 5.0
@@ -49,16 +54,18 @@ def build(settings: Settings) -> Application:
         ConfigError: a setting names something that does not exist.
     """
     settings = settings.resolved()
+    check_settings(settings)
     secret = cluster_secret()
+    rollout = time.time_ns()  # larger than that of every former build
     registry = _shell(Registry, "Registry", settings).bind()
     gangs = tuple(
-        _gang(name, settings, settings.gangs[role]).bind(role, settings, secret, registry)
+        _gang(name, settings, settings.gangs[role]).bind(role, settings, secret, registry, rollout)
         for name, role in GANGS.items()
         if role in settings.gangs
     )
     configurator = _shell(Configurator, "Configurator", settings).bind(settings, secret)
     router = _shell(Router, "Router", settings, ingress=True)
-    return router.bind(settings, secret, registry, configurator, gangs=gangs)
+    return router.bind(settings, secret, registry, configurator, rollout, gangs=gangs)
 
 
 def _shell(cls: type, name: str, settings: Settings, *, ingress: bool = False) -> serve.Deployment:
@@ -67,6 +74,7 @@ def _shell(cls: type, name: str, settings: Settings, *, ingress: bool = False) -
         num_replicas=1,
         max_ongoing_requests=MANY,
         ray_actor_options={"num_cpus": SHELL_CPUS, **(one_loop() if ingress else {})},
+        max_surge_percent=BESIDE_PERCENT if ingress else 0,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=ROUTER_ANSWER_S if ingress else ANSWER_S,
         graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
@@ -93,9 +101,10 @@ def _gang(name: str, settings: Settings, section: AnyGang) -> serve.Deployment:
         num_replicas=section.ranks,
         gang_scheduling_config=GangSchedulingConfig(gang_size=section.ranks),
         ray_actor_options=resources,
+        max_surge_percent=BESIDE_PERCENT,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=ANSWER_S,
-        graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
+        graceful_shutdown_timeout_s=UPDATE_S + settings.drain_s + GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
     return make(GangRank)

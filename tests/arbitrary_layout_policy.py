@@ -6,7 +6,19 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from csps.protocols.core.placement import LAYOUTS, KvSlice, Span, contiguous, place, round_robin
+from csps.protocols.core.placement import (
+    LAYOUTS,
+    KvSlice,
+    Span,
+    bounds_of,
+    contiguous,
+    own,
+    place,
+    round_robin,
+    tokens_on,
+    within,
+)
+from csps.protocols.gang.messages import ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
@@ -15,13 +27,11 @@ from csps.services.scheduling.deciding.decisions import (
     MovePlan,
     PlannedChunk,
     PlannedStep,
+    SchedulerView,
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
-from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import bounds_of, own, tokens_on, within
 from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request
 
 Free = dict[InstanceId, int]
@@ -274,7 +284,7 @@ def lay(
     stored: dict[int, InstanceId],
     chunk: PlannedChunk | PrefillChunk,
     step: PlannedStep | PrefillStep,
-    in_place: DecodePlacement | cmd.Reserve | None,
+    in_place: DecodePlacement | ReserveKv | None,
 ) -> None:
     """Record where the KV of a sequence is after a step."""
     stored.update(rows_of(step, chunk))

@@ -27,7 +27,10 @@ def sockets_of(pid: int) -> dict[int, str]:
     """Return the inodes of a process' sockets by their file descriptors."""
     found = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
-        target = os.readlink(f"/proc/{pid}/fd/{name}")
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except FileNotFoundError:  # closed since
+            continue
         if target.startswith("socket:["):
             found[int(name)] = target.removeprefix("socket:[").removesuffix("]")
     return found

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 from property_examples import ALL
+from slow_slices import function_of, in_slice
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -45,8 +46,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     return ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that wait most first: deployed servers, then the testbed."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-slice`."""
+    parser.addoption(
+        "--slice", type=int, metavar="COMMITS", help="run the slice of this number of commits"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose a slice if one is asked for, and put the tests that wait most first: deployed
+    servers, then the testbed.
+    """
+    commits = config.getoption("--slice")
+    if commits is not None:
+        _keep_slice(config, items, commits)
     folders = [prefix.split("/")[1] for prefix in ONE_AT_A_TIME]
 
     def order(item: pytest.Item) -> int:
@@ -55,6 +68,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=order)
+
+
+def _keep_slice(config: pytest.Config, items: list[pytest.Item], commits: int) -> None:
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    functions = in_slice((item.nodeid for item in slow), commits)
+    chosen = [item for item in slow if function_of(item.nodeid) in functions]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
 def pytest_collection_finish() -> None:

@@ -23,15 +23,27 @@ def dense_attention(
     scale: float | None = None,
     cu_seqlens_q: Sequence[int] | None = None,
     cu_seqlens_k: Sequence[int] | None = None,
+    window: int | None = None,
+    sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return fp64 out_thd and lse_ht of `csps.kernels.attention.attention`."""
-    score_hqk = masked_scores(
-        q_thd,
-        k_thd,
-        visible_mask(len(q_thd), len(k_thd), q_positions, k_positions, cu_seqlens_q, cu_seqlens_k),
-        scale,
+    """Return fp64 out_thd and lse_ht of `csps.kernels.attention.attention`.
+
+    Args:
+        sinks_h: one more logit for each query head, which has no value.
+    """
+    mask_qk = visible_mask(
+        len(q_thd), len(k_thd), q_positions, k_positions, cu_seqlens_q, cu_seqlens_k
     )
+    if window is not None:
+        assert q_positions is not None
+        assert k_positions is not None
+        mask_qk &= k_positions[None, :] > q_positions[:, None] - window
+    score_hqk = masked_scores(q_thd, k_thd, mask_qk, scale)
     value_hkd = _heads_first(v_thd, q_thd.shape[1])
+    if sinks_h is not None:
+        sink_hq1 = sinks_h.double()[:, None, None].expand(-1, len(q_thd), 1)
+        score_hqk = torch.cat((score_hqk, sink_hq1), dim=-1)
+        value_hkd = torch.cat((value_hkd, torch.zeros_like(value_hkd[:, :1])), dim=1)
     prob_hqk = torch.softmax(score_hqk, dim=-1).nan_to_num(0.0)
     return (prob_hqk @ value_hkd).transpose(0, 1), torch.logsumexp(score_hqk, dim=-1)
 

@@ -26,26 +26,26 @@ class FileGenerations:
             os.fsync(file.fileno())
             return os.fstat(file.fileno()).st_size
 
-    async def claim_priority(self, number: int, heartbeat: int) -> None:
+    async def publish_heartbeat(self, number: int, heartbeat: int) -> None:
         await asyncio.to_thread(self._change, {str(number): heartbeat})
 
-    async def release_priority(self, number: int) -> None:
+    async def withdraw_heartbeat(self, number: int) -> None:
         await asyncio.to_thread(self._change, {str(number): None})
 
-    async def priorities(self) -> dict[int, int]:
-        priorities = await asyncio.to_thread(self._change, {})
-        return {int(number): heartbeat for number, heartbeat in priorities.items()}
+    async def heartbeats(self) -> dict[int, int]:
+        heartbeats = await asyncio.to_thread(self._change, {})
+        return {int(number): heartbeat for number, heartbeat in heartbeats.items()}
 
     def _change(self, changes: dict[str, int | None]) -> dict[str, int]:
         with open(f"{self._path}-held", "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            priorities = {**json.loads(file.read() or "{}"), **changes}
-            priorities = {
+            heartbeats = {**json.loads(file.read() or "{}"), **changes}
+            heartbeats = {
                 number: heartbeat
-                for number, heartbeat in priorities.items()
+                for number, heartbeat in heartbeats.items()
                 if heartbeat is not None
             }
             file.truncate(0)
-            file.write(json.dumps(priorities))
-            return priorities
+            file.write(json.dumps(heartbeats))
+            return heartbeats

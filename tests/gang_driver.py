@@ -52,6 +52,7 @@ from csps.protocols.gang.step_messages import (
 )
 from csps.protocols.rpc import schema
 from csps.protocols.rpc.schema import encode
+from csps.protocols.rpc.tls import TlsFiles
 
 LAYOUTS = ("zigzag", "striped")
 """Besides contiguous parts."""
@@ -96,6 +97,8 @@ class GangPlan:
     kv_checksum: float = 0.0
     quantum_ms: float = 50.0
     gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
+    tls: TlsFiles | None = None
+    """For gangs whose ranks are all in this process."""
 
     def rank_fields(self, rank: int) -> dict[str, Any]:
         """Return arguments of the rank's `RankConfig`."""
@@ -113,6 +116,7 @@ class GangPlan:
             "kv_receiving_backends": self.kv_receiving_backends,
             "kv_checksum": self.kv_checksum,
             "quantum_ms": self.quantum_ms,
+            **({} if self.tls is None else {"tls": self.tls}),
         }
 
 

@@ -25,6 +25,7 @@ from csps.actors.worker.rank import Rank
 from csps.actors.worker.rank_config import RankConfig
 from csps.protocols.core.errors import FaultError
 from csps.protocols.gang.members import GangMembers
+from csps.protocols.rpc.tls import Tls
 from csps.protocols.sequencer.sequencer import Sequencer
 
 POLL_S = 0.01
@@ -54,7 +55,8 @@ class ThreadGang:
         # Processes are bound to plain gloo, and so is who works with them.
         self._data_group = None if in_processes else data_group
         self._log = log
-        self.hosted = host_store("127.0.0.1", SECRET)
+        tls = None if plan.tls is None else Tls.load(plan.tls)
+        self.hosted = host_store("127.0.0.1", SECRET, tls)
         self.hosts: list[Rank | RankProcess] = [
             RankProcess(plan.rank_fields(rank), self.hosted.address)
             if rank in in_processes

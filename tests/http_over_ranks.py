@@ -58,7 +58,8 @@ class Served:
     service: RequestService
     costs: CostTableService
     metrics: Metrics
-    gangs: tuple[ThreadGang, ThreadGang]
+    gangs: tuple[ThreadGang, ...]
+    """Prefill and decode gang, or one elastic gang."""
 
     async def settled(self) -> None:
         """Return whether all slots are free and neither a rank nor the service is broken."""
@@ -83,21 +84,26 @@ async def served(
     reuse: bool = False,
     overrides: dict[str, Any] | None = None,
     keys: Sequence[str] = (),
+    elastic: bool = False,
 ) -> AsyncIterator[Served]:
-    """Serve the checkpoint as `tiny` with two prefill instances and two decode ranks; without a
-    configurator all attention is exact.
+    """Serve the checkpoint as `tiny` with two prefill instances and two decode ranks, or with an
+    elastic gang of three instances; without a configurator all attention is exact.
     """
     async with AsyncExitStack() as stack:
         plan = partial(
             PlacedGang,
             model_dir=str(model_dir),
             model_overrides=overrides or {},
-            instances=2,
             kv_slots=kv_slots,
         )
-        prefill_plan = plan(role="prefill", tp=prefill_tp, servers=prefill_servers)
-        prefill, decode = ThreadGang(prefill_plan), ThreadGang(plan(role="decode"))
-        await stack.enter_async_context(started(prefill, decode))
+        prefill_plan = partial(plan, tp=prefill_tp, servers=prefill_servers)
+        gangs: tuple[ThreadGang, ...]
+        if elastic:
+            gangs = (ThreadGang(prefill_plan(role="elastic", instances=3)),)
+        else:
+            prefill = ThreadGang(prefill_plan(role="prefill", instances=2))
+            gangs = prefill, ThreadGang(plan(role="decode", instances=2))
+        await stack.enter_async_context(started(*gangs))
         settings = Settings(
             model=str(model_dir),
             model_overrides=overrides or {},
@@ -112,7 +118,7 @@ async def served(
             reuse=make_reuse(settings),
         )
         service = await stack.enter_async_context(
-            _service(prefill, decode, scheduler, costs, settings, metrics)
+            _service(gangs, scheduler, costs, settings, metrics)
         )
         parser = RequestParser(settings)
         parser_pool = ParserPool(parser.body_parser)
@@ -135,22 +141,25 @@ async def served(
             service=service,
             costs=costs,
             metrics=metrics,
-            gangs=(prefill, decode),
+            gangs=gangs,
         )
 
 
 @asynccontextmanager
 async def _service(
-    prefill: ThreadGang,
-    decode: ThreadGang,
+    gangs: Sequence[ThreadGang],
     scheduler: Scheduler,
     costs: CostTableService,
     settings: Settings,
     metrics: Metrics,
 ) -> AsyncIterator[RequestService]:
-    view = ClusterView(prefill=prefill.members, decode=decode.members)
+    view = ClusterView(**{gang.plan.role: gang.members for gang in gangs})
     cluster = Cluster(
-        StaticDirectory(view), secret=SECRET, router_id="test", generations=MemoryGenerations()
+        StaticDirectory(view),
+        secret=SECRET,
+        router_id="test",
+        generations=MemoryGenerations(),
+        roles=[gang.plan.role for gang in gangs],
     )
     shape = attention_shape(settings)
     service = RequestService(
@@ -159,7 +168,8 @@ async def _service(
     try:
         await service.start()
         async with asyncio.timeout(START_S):
-            await linked(cluster, START_S)
+            if len(gangs) > 1:
+                await linked(cluster, START_S)
             await eventually(lambda: service.ready)
         yield service
     finally:

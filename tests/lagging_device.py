@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from csps.actors.engine import decode_batch, loop, move_run, pending_steps, step_reports, step_run
-from csps.actors.sampling import notifications
 from csps.actors.timing import device_pace, timeline
 
 NS = 10**9
@@ -65,7 +64,6 @@ class LaggingDevice(threading.local):
             time_ns=time.time_ns,
             thread_time_ns=time.thread_time_ns,
         )
-        for module in (decode_batch, loop, move_run, notifications, pending_steps, step_run):
-            patch.setattr(module, "time", clock)
-        for module in (step_reports, timeline):
+        engine = (decode_batch, loop, move_run, pending_steps, step_reports, step_run)
+        for module in (*engine, timeline):
             patch.setattr(module, "time", clock)

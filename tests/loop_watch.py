@@ -60,11 +60,17 @@ class _Callbacks:
 
 
 class _Holds:
-    """The longest time for which a thread waited for the interpreter, and not for a processor."""
+    """The longest time for which the watchdog waited for a thread beside the loop's to let go of
+    the interpreter, and not for a processor.
+
+    What the loop's own thread runs is excluded, because its callbacks are measured: it lets go of
+    the interpreter between them, but takes it again before a thread on another core wakes up.
+    """
 
     def __init__(self) -> None:
         self.longest = (0.0, "")
         self._over = threading.Event()
+        self._loop_clock = time.pthread_getcpuclockid(threading.get_ident())
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -78,13 +84,17 @@ class _Holds:
 
     def _sample(self) -> None:
         while not self._over.is_set():
-            began, used, queued = time.perf_counter(), time.process_time(), _queued_s()
+            began, used, queued = time.perf_counter(), self._used_s(), _queued_s()
             time.sleep(_SAMPLE_S)
             waited = time.perf_counter() - began - _SAMPLE_S - (_queued_s() - queued)
             # Whoever held the lock ran: without that, the holder waited for a processor itself.
-            held = min(waited, time.process_time() - used)
+            held = min(waited, self._used_s() - used)
             if held > self.longest[0]:
                 self.longest = held, "a thread held the interpreter"
+
+    def _used_s(self) -> float:
+        """Return the processor time of all threads but the loop's."""
+        return time.process_time() - time.clock_gettime(self._loop_clock)
 
 
 def _queued_s() -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
+import msgspec
 from gang_driver import Cell, Request
 
 from csps.protocols.rpc.schema import pack
@@ -13,7 +13,7 @@ from csps.protocols.rpc.schema import pack
 async def reserve_piggybacked(cell: Cell, request: Request) -> None:
     """Reserve a sequence, with the prompt for its master's ranks only."""
     message = request.reserve(cell.epoch)
-    tokens = replace(message, prompt=request.prompt.astype("<i4").tobytes())
+    tokens = msgspec.structs.replace(message, prompt=request.prompt.astype("<i4").tobytes())
     master = range(request.master * cell.decode.tp, (request.master + 1) * cell.decode.tp)
     await asyncio.gather(
         *(

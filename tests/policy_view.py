@@ -9,8 +9,7 @@ from itertools import pairwise
 from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
-from csps.services.scheduling.deciding.decisions import Decision, Policy, StartPlan
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import Decision, Policy, SchedulerView, StartPlan
 from csps.services.scheduling.events.events import index_of
 from csps.services.scheduling.events.limits import PreemptionDelay
 from csps.services.scheduling.state.state import (

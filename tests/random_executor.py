@@ -7,16 +7,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from csps.protocols.core.placement import KvSlice, rest_of
-from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
+from csps.protocols.core.placement import own, placed_once, tokens_on
+from csps.protocols.gang.messages import EvictKv, JoinBatch, ReserveKv, RetainKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, SequencePlacement
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import gang_of, instance_id
-from csps.services.scheduling.events.slices import own, placed_once, tokens_on
-from csps.services.scheduling.state.ledger import decode_slots
 
 MS = 1_000_000
 
@@ -49,6 +47,31 @@ def gang_up(
     )
 
 
+Placement = ReserveKv | SequencePlacement
+
+
+def stored_on(placement: Placement, prompt: int, output: int) -> dict[int, set[int]]:
+    """Return the positions whose KV each instance stores, position by position; those that others
+    have computed take no slots. The master frees a sequence even if it stores none of it.
+    """
+    if not placement.slices:
+        return {}
+    stored: dict[int, set[int]] = {placement.master: set()}
+    for kv_slice in (*placement.slices, *placement.answer):
+        here = stored.setdefault(kv_slice.instance, set())
+        if not kv_slice.source:
+            here.update(range(kv_slice.start, kv_slice.stop, kv_slice.step))
+    if not placement.answer:
+        stored[placement.master].update(range(prompt, prompt + output))
+    return stored
+
+
+def slots_for(placement: Placement, prompt: int, output: int) -> dict[int, int]:
+    """Return the slots that a sequence needs on each instance that stores or samples it."""
+    stored = stored_on(placement, prompt, output)
+    return {instance: len(positions) for instance, positions in stored.items()}
+
+
 @dataclass
 class SentSequence:
     """A sequence as the ranks know it."""
@@ -76,9 +99,9 @@ class SentSequence:
     """Last completed move."""
 
     @property
-    def placed(self) -> cmd.Reserve | SequencePlacement:
+    def placed(self) -> ReserveKv | SequencePlacement:
         """Return the sequence's present placement."""
-        return self.moved or self.reserve
+        return self.moved or self.reserve.message
 
 
 @dataclass
@@ -157,6 +180,8 @@ class RandomCell:
             self._progress_only()
             self.turn()
         assert self.over, f"still open: {self._open()}"
+        while self._pending:  # a gang may have been reset at last
+            self.turn()
 
     @property
     def over(self) -> bool:
@@ -294,7 +319,7 @@ class RandomCell:
             sequence = self.sequences[chunk.sequence_id]
             sequence.steps.remove(step.step_id)
             sequence.computed += chunk.length
-            if sequence.computed == sequence.reserve.prompt_tokens and not sequence.silent:
+            if sequence.computed == sequence.reserve.message.prompt_tokens and not sequence.silent:
                 self._first_token(chunk.sequence_id)
 
     def _first_token(self, number: int) -> None:
@@ -317,7 +342,7 @@ class RandomCell:
         request = self.requests[sequence.reserve.request_id]
         request.ended, request.ended_in = request.ended or "finished", self.turns
         request.sequence = None
-        if sequence.joined and not sequence.reserve.retain:
+        if sequence.joined and not sequence.reserve.message.retain:
             sequence.freeing = True
         hashes = self._answer_hashes(number)
         self._pending.append(
@@ -397,7 +422,7 @@ class RandomCell:
             for chunk in self.steps.pop(number)[0].chunks:
                 self.sequences[chunk.sequence_id].steps.remove(number)
         for sequence in self.sequences.values():
-            if gang_of(sequence.reserve.master) == gang:
+            if gang_of(sequence.reserve.message.master) == gang:
                 sequence.unfreed, sequence.silent = [], True
             elif sequence.prefill == gang and not (
                 sequence.first_token and not sequence.unreceived
@@ -447,21 +472,21 @@ class RandomCell:
     # --- carrying out ---
 
     def _reserve(self, command: cmd.Reserve) -> None:
-        request = self.requests[command.request_id]
+        request, reserved = self.requests[command.request_id], command.message
         assert not request.ended, "placed, but over"
         assert request.sequence is None, "placed twice"
-        assert command.sequence_id not in self.sequences, "an id came again"
-        assert command.prompt_tokens == request.prompt + request.generated
-        assert command.output_tokens == request.output - request.generated > 0
-        gang = gang_of(command.master)
+        assert reserved.sequence_id not in self.sequences, "an id came again"
+        assert reserved.prompt_tokens == request.prompt + request.generated
+        assert reserved.output_tokens == request.output - request.generated > 0
+        gang = gang_of(reserved.master)
         assert gang in self.gangs, "reserved on a dead gang"
         assert self.gangs[gang].may_decode
-        request.sequence = command.sequence_id
-        self.sequences[command.sequence_id] = SentSequence(
+        request.sequence = reserved.sequence_id
+        self.sequences[reserved.sequence_id] = SentSequence(
             reserve=command,
-            unreceived={} if command.piggybacked else tokens_on(own(command.slices)),
-            slots=decode_slots(command, command.output_tokens),
-            unfreed=list(decode_slots(command, command.output_tokens)),
+            unreceived={} if command.piggybacked else tokens_on(own(reserved.slices)),
+            slots=slots_for(reserved, reserved.prompt_tokens, reserved.output_tokens),
+            unfreed=list(slots_for(reserved, reserved.prompt_tokens, reserved.output_tokens)),
         )
 
     def _run_step(self, command: cmd.RunStep) -> None:
@@ -500,7 +525,7 @@ class RandomCell:
         assert message.budget > 0
         sequence = self.sequences[message.sequence_id]
         assert sequence.reserve.piggybacked, "piggybacked without being reserved for it"
-        assert gang_of(sequence.reserve.master) == gang
+        assert gang_of(sequence.reserve.message.master) == gang
         assert not sequence.joined, "joined twice"
         sequence.joined = True
 
@@ -511,21 +536,17 @@ class RandomCell:
         before, reserve = sequence.placed, sequence.reserve
         assert message.before.master == before.master
         assert (message.before.slices, message.before.answer) == (before.slices, before.answer)
-        stop = reserve.prompt_tokens + reserve.output_tokens
-        span = (reserve.prompt_tokens, stop)
+        stop = reserve.message.prompt_tokens + reserve.message.output_tokens
+        span = (reserve.message.prompt_tokens, stop)
         assert placed_once(0, span[0], after.slices), "not the prompt's positions"
         assert placed_once(*span, after.answer), "not the answer's positions"
-        stored = [*before.slices, *before.answer]
-        if not before.answer:
-            stored.append(KvSlice(before.master, *span))
-        for decode_slot in decode_slots(after, 0):
-            if decode_slot not in sequence.slots:
-                sequence.slots[decode_slot] = 0
-                sequence.unfreed.append(decode_slot)
-        for kv_slice in (*after.slices, *after.answer):
-            here = [there.span for there in stored if there.instance == kv_slice.instance]
-            coming = sum(span.length for span in rest_of(kv_slice.span, here))
-            sequence.slots[kv_slice.instance] += coming
+        length, output = reserve.message.prompt_tokens, reserve.message.output_tokens
+        there, coming = (stored_on(placement, length, output) for placement in (before, after))
+        for instance, positions in coming.items():
+            if instance not in sequence.slots:
+                sequence.slots[instance] = 0
+                sequence.unfreed.append(instance)
+            sequence.slots[instance] += len(positions - there.get(instance, set()))
         sequence.move = after
 
     def _moved(self) -> None:
@@ -534,7 +555,8 @@ class RandomCell:
             sequence = self.sequences[number]
             assert sequence.move is not None
             sequence.moved, sequence.move = sequence.move, None
-            sequence.slots = decode_slots(sequence.moved, 0)
+            reserve = sequence.reserve
+            sequence.slots = slots_for(sequence.moved, reserve.prompt_tokens, reserve.output_tokens)
             sequence.unfreed = [
                 instance for instance in sequence.unfreed if instance in sequence.slots
             ]
@@ -548,7 +570,7 @@ class RandomCell:
         sequence.silent = True
         for gang in command.gangs:
             assert gang in self.gangs, "cancelled on a dead gang"
-            if gang == gang_of(sequence.reserve.master):
+            if gang == gang_of(sequence.reserve.message.master):
                 late = sequence.freed_in == self.turns
                 assert sequence.unfreed or late, "cancelled on an instance without its slots"
                 sequence.freeing = True

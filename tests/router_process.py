@@ -30,6 +30,7 @@ from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
 from csps.protocols.gang.members import GangMembers, RankAddress
 from csps.protocols.gang.messages import Sampling
 from csps.protocols.openai.responses import error_body
+from csps.protocols.rpc.tls import Tls
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.membership import ClusterView, StaticDirectory
 from csps.services.requests.request_handle import RequestHandle
@@ -43,7 +44,7 @@ WAIT_S = 60.0
 
 
 def make_router(
-    prefill: GangMembers, decode: GangMembers, generations: Path
+    prefill: GangMembers, decode: GangMembers, generations: Path, tls: Tls | None = None
 ) -> tuple[Cluster, RequestService]:
     """Return a cluster over these gangs, and the service of requests over it."""
     cluster = Cluster(
@@ -51,6 +52,7 @@ def make_router(
         secret=SECRET,
         router_id=f"router{os.getpid()}",
         generations=FileGenerations(generations),
+        tls=tls,
     )
     costs = CostTableService(CostTable(latencies=Unmeasured()), _silent)
     options = {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256}

@@ -8,13 +8,13 @@ from typing import TypeVar
 from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import own, tokens_on
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings, SchedulerDeadlines
-from csps.services.scheduling.events.slices import own, tokens_on
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.ledger import decode_slots
 
@@ -111,7 +111,7 @@ class Sent:
 
     def __init__(self, reserve: cmd.Reserve, run: cmd.RunStep) -> None:
         self.reserve, self.run, self.step = reserve, run, run.step
-        self.request, self.sequence = reserve.request_id, reserve.sequence_id
+        self.request, self.sequence = reserve.request_id, reserve.message.sequence_id
 
     @property
     def first_token(self) -> ev.FirstToken:
@@ -121,7 +121,7 @@ class Sent:
         """Make the events of all received slices."""
         return [
             ev.KvReceived(sequence_id=self.sequence, instance=instance, tokens=tokens + more)
-            for instance, tokens in tokens_on(own(self.reserve.slices)).items()
+            for instance, tokens in tokens_on(own(self.reserve.message.slices)).items()
         ]
 
     def steps_done(self, took_ns: int = 20 * MS) -> list[ev.AnyEvent]:
@@ -133,7 +133,7 @@ class Sent:
 
     @property
     def holders(self) -> list[int]:
-        return sorted(decode_slots(self.reserve, self.reserve.output_tokens))
+        return sorted(decode_slots(self.reserve.message, self.reserve.message.output_tokens))
 
     def freed(self) -> list[ev.AnyEvent]:
         """Make the events of all decode instances that free the sequence."""

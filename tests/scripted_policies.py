@@ -12,9 +12,9 @@ from csps.services.scheduling.deciding.decisions import (
     MovePlan,
     PlannedChunk,
     PlannedStep,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.state import GangPair
 

@@ -65,7 +65,14 @@ def dense_forward(network: Network, token_ids: Tensor, attend: Attend | None = N
         q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
         if attend is None:
             out_thd, _ = dense_attention(
-                q_thd, k_thd, v_thd, q_positions=positions, k_positions=positions
+                q_thd,
+                k_thd,
+                v_thd,
+                q_positions=positions,
+                k_positions=positions,
+                scale=network.spec.scale,
+                window=network.spec.window_of(index),
+                sinks_h=layer.weights.sinks,
             )
         else:
             out_thd = attend(index, q_thd, k_thd, v_thd)
@@ -358,6 +365,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 LAYERS = 3
+NEAR, FAR = "sliding_attention", "full_attention"
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "mqa": {"num_attention_heads": 4, "num_key_value_heads": 1},
@@ -365,6 +373,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
     "qk-norm": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2},
     "experts": {"family": "glm4_moe", "num_attention_heads": 4, "num_key_value_heads": 2},
+    "near": {"family": "mistral", "sliding_window": 7},
+    "near-far": {"family": "gpt_oss", "sliding_window": 5, "layer_types": [NEAR, FAR, NEAR]},
+    "far-near": {"family": "gemma3_text", "sliding_window": 9, "layer_types": [FAR, NEAR, FAR]},
 }
 
 Gangs = Callable[[str, int, int], StrategyRanks]

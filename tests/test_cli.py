@@ -106,6 +106,14 @@ def test_check_config_takes_the_replicas_that_there_are(tmp_path: Path, model_di
         ),
         ({"args__prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
         (
+            {"args__tls": {"certificate": "a", "key": "b"}},
+            "tls.authority: Field required",
+        ),
+        (
+            {"args__tls": {"certificate": "/a", "key": "/b", "authority": "/c"}},
+            "tls.certificate: cannot read /a: No such file or directory",
+        ),
+        (
             {"args__model": "/nowhere"},
             "there is no directory '/nowhere', nor a shipped model of this name (needle)",
         ),
@@ -163,7 +171,7 @@ def test_a_misspelled_command_is_named_and_none_lists_all(
         main(["simulat"])
     assert "unknown command 'simulat'; did you mean 'simulate'?" in capsys.readouterr().err
     assert main([]) == 2
-    assert "  check-config  check a configuration file" in capsys.readouterr().out
+    assert "  check-config  check a configuration, and say what fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["a: [", "[]", "\t", "", "applications: [null]"])
@@ -287,7 +295,7 @@ def test_every_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith(f"usage: csps {name}")
 
 
-@pytest.mark.parametrize("words", [["sreve"], ["stop", "now"], ["serve", "--prot", "1"]])
+@pytest.mark.parametrize("words", [["sreve"], ["stop", "now"]])
 def test_an_unknown_word_is_a_usage_error(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

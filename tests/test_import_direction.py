@@ -31,7 +31,7 @@ TENSORS = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, set[str] | None] = {
     "protocols": {"msgpack", "msgspec", "pydantic", "pydantic_core", "opentelemetry", "uvloop"},
     "kernels": {"torch", "triton", "flash_attn", "llvmlite"},
-    "models": {*TENSORS, "tokenizers", "jinja2"},
+    "models": {*TENSORS, "tokenizers", "jinja2", "llguidance"},
     "actors": {*TENSORS, "opentelemetry", "uvloop"},
     "configurator": {"numpy", "lightgbm", "msgspec"},
     "services": None,

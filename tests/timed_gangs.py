@@ -9,7 +9,7 @@ from random_executor import gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, own
 from csps.protocols.core.topology import GroupShape
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.protocols.gang.step_messages import PrefillStep
@@ -18,9 +18,9 @@ from csps.services.scheduling.deciding.decisions import (
     Blocked,
     Decision,
     Policy,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import rows_of
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -30,7 +30,6 @@ from csps.services.scheduling.events.limits import (
     ReuseSettings,
     SchedulerDeadlines,
 )
-from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.state import GangPair, Priority
 
 MS = 1_000_000
@@ -171,7 +170,7 @@ class TimedCell:
 
     def _carry_out(self, command: cmd.AnyCommand) -> None:
         if isinstance(command, cmd.Reserve):
-            self._reserved[command.sequence_id] = command
+            self._reserved[command.message.sequence_id] = command
         elif isinstance(command, cmd.RunStep):
             sent = command.step
             left_ns = max(1, round(self.predicted_ns(sent) * self._measured))
@@ -179,7 +178,7 @@ class TimedCell:
             self.steps[sent.step_id] = step
         elif isinstance(command, cmd.SetGroup):
             for sequence in command.joined:
-                tokens = self._reserved[sequence].output_tokens - 1
+                tokens = self._reserved[sequence].message.output_tokens - 1
                 self._answers[sequence] = self.now_ns + tokens * self.latencies.iteration_time_ns
         elif isinstance(command, cmd.ToGang):
             assert isinstance(command.message, RetainKv | EvictKv), command
@@ -192,9 +191,11 @@ class TimedCell:
         cache = self._prefix_caches[gang]
         if isinstance(message, RetainKv):
             reserve = self._reserved[message.sequence_id]
-            stop = reserve.prompt_tokens + reserve.output_tokens
-            answer = reserve.answer or (KvSlice(reserve.master, reserve.prompt_tokens, stop),)
-            cache.add(message.sequence_id, (*own(reserve.slices), *answer))
+            stop = reserve.message.prompt_tokens + reserve.message.output_tokens
+            answer = reserve.message.answer or (
+                KvSlice(reserve.message.master, reserve.message.prompt_tokens, stop),
+            )
+            cache.add(message.sequence_id, (*own(reserve.message.slices), *answer))
         self._events += cache.apply(gang, message)
 
     def _at_work(self) -> Iterator[RunningStep]:
@@ -252,9 +253,9 @@ class TimedCell:
                     instance=kv_slice.instance,
                     tokens=kv_slice.stop - kv_slice.start,
                 )
-                for kv_slice in own(reserve.slices)
+                for kv_slice in own(reserve.message.slices)
             ]
-            if reserve.output_tokens == 1:
+            if reserve.message.output_tokens == 1:
                 self.finished[reserve.request_id] = self.now_ns
                 self._events.append(ev.Finished(sequence_id=chunk.sequence_id, generated_tokens=1))
         self._events += [
@@ -266,12 +267,14 @@ class TimedCell:
         reserve = self._reserved[sequence]
         self.finished[reserve.request_id] = self.now_ns
         self._events.append(
-            ev.Finished(sequence_id=sequence, generated_tokens=reserve.output_tokens)
+            ev.Finished(sequence_id=sequence, generated_tokens=reserve.message.output_tokens)
         )
-        if not reserve.retain:
+        if not reserve.message.retain:
             self._free(sequence)
 
     def _free(self, sequence: int) -> None:
         reserve = self._reserved[sequence]
-        holders = sorted({kv_slice.instance for kv_slice in reserve.slices} | {reserve.master})
+        holders = sorted(
+            {kv_slice.instance for kv_slice in reserve.message.slices} | {reserve.message.master}
+        )
         self._events += [ev.Freed(sequence_id=sequence, instance=holder) for holder in holders]

@@ -37,6 +37,9 @@ FAMILIES = (
     "glm4_moe",
     "phi3",
     "internlm2",
+    "gemma3_text",
+    "gemma3",
+    "gpt_oss",
 )
 
 BOS, EOS = "<s>", "</s>"
@@ -93,6 +96,29 @@ _PECULIARITIES: dict[str, dict[str, Any]] = {
             "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 16.0],
         },
     },
+    "gemma3_text": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 32,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {
+        "sliding_window": 12,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL_POSITIONS,
+            "truncate": False,
+        },
+    },
     "qwen3_moe": {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {
@@ -106,10 +132,9 @@ _PECULIARITIES: dict[str, dict[str, Any]] = {
 }
 
 
-_WRAPPED = {"mistral3": "ministral3"}
+_WRAPPED = {"mistral3": "ministral3", "gemma3": "gemma3_text"}
 """Models with a part that sees, and the family of the part that reads."""
 _VISION = {
-    "model_type": "pixtral",
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -117,6 +142,7 @@ _VISION = {
     "image_size": 32,
     "patch_size": 16,
 }
+_VISION_TYPES = {"mistral3": "pixtral", "gemma3": "siglip_vision_model"}
 
 
 def make_checkpoint(
@@ -221,7 +247,8 @@ def _random_model(family: str, seed: int, config: dict[str, Any]) -> PreTrainedM
         auto, inner = AutoModelForImageTextToText, _WRAPPED[family]
         tied = {"tie_word_embeddings": config.pop("tie_word_embeddings", False)}
         text = {"model_type": inner, **_SHAPE, **_PECULIARITIES[inner], **config, **tied}
-        settings = {"text_config": text, "vision_config": _VISION, **tied}
+        vision = {"model_type": _VISION_TYPES[family], **_VISION}
+        settings = {"text_config": text, "vision_config": vision, **tied}
     model: PreTrainedModel = auto.from_config(AutoConfig.for_model(family, **settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

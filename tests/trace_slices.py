@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
-from csps.actors.timing.timeline import TRANSFERS, Event
+from csps.actors.timing.timeline import TRANSFERS, PhaseEvent
 from csps.services.telemetry.traces import perfetto as slices
 from csps.services.telemetry.traces.perfetto import Slice, process_trace
 
@@ -59,7 +59,7 @@ def _span(event: PerfettoEvent) -> tuple[int, int]:
     return begin, begin + int(event["dur"] * 1000.0)
 
 
-def rank_trace(events: Iterable[Event]) -> list[slices.Event]:
+def rank_trace(events: Iterable[PhaseEvent]) -> list[slices.Event]:
     """Return the trace of one process, from its first event on."""
     events = list(events)
     first_ns = min(event.start_ns for event in events)

@@ -10,10 +10,12 @@ from csps.actors.attention.base.group import SpGroup
 from csps.actors.attention.base.levels import DropSchedule
 from csps.actors.attention.base.strategy import Strategy
 from csps.actors.attention.csa.strategy import Csa
+from csps.actors.attention.near_keys import WindowAttention, WindowedModel
 from csps.actors.attention.ring.ring_kv import RingKv
 from csps.actors.attention.ring.ring_q import RingQ
 from csps.actors.attention.sp_tp.gathered_weights import GatheredWeights
 from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.actors.attention.step_points import SP_TP
 from csps.actors.attention.ulysses import Ulysses
 from csps.models.network.spec import ModelSpec
 from csps.protocols.core.errors import ConfigError, abridged, nearest
@@ -68,7 +70,7 @@ def check_step(step: PrefillStep, spec: ModelSpec, *, in_place: bool = False) ->
 
 def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
     """Return the strategy of the group's step, to be entered for the duration of the step."""
-    name = group.step.strategy
+    name, spec = group.step.strategy, engine.spec
     _log.debug(
         "step %d: member %d of group %s attends by %s",
         group.step.step_id,
@@ -76,16 +78,28 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
         group.step.group,
         name,
     )
-    if name == "ulysses":
-        return _ulysses(group, engine)
     if name == "gathered_weights":
         return GatheredWeights(group, engine)
+    if name in SP_TP:
+        return SpTp(group, engine, group.step.csa, hierarchical=name == "sp_tp")
+    strategy = _of_own_rows(group, engine)
+    if spec.window is None:
+        return strategy
+    near = WindowAttention(
+        group, engine.pool, window=spec.window, scale=spec.scale, sinks=engine.sinks
+    )
+    return WindowedModel(strategy, near, spec.near_layers)
+
+
+def _of_own_rows(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
+    """Return a strategy in which members begin with own rows of all heads."""
+    name = group.step.strategy
+    if name == "ulysses":
+        return _ulysses(group, engine)
     if name == "ring_kv":
         return _ring_kv(group, engine)
     if name == "ring_q":
-        return RingQ(group, engine.pool, scale=engine.spec.scale)
-    if name in ("sp_tp", "sp_tp_flat"):
-        return SpTp(group, engine, group.step.csa, hierarchical=name == "sp_tp")
+        return RingQ(group, engine.pool, scale=engine.spec.scale, sinks=engine.sinks)
     assert name in ("levels", "csa"), f"check_step let strategy {name!r} pass"
     return _csa(group, engine)
 
@@ -97,6 +111,7 @@ def _ulysses(group: SpGroup, engine: Engine) -> Ulysses:
         heads=engine.heads,
         kv_heads=len(engine.kv_heads),
         scale=engine.spec.scale,
+        sinks=engine.sinks,
     )
 
 
@@ -107,6 +122,7 @@ def _ring_kv(group: SpGroup, engine: Engine) -> RingKv:
         heads=engine.heads,
         kv_heads=len(engine.kv_heads),
         scale=engine.spec.scale,
+        sinks=engine.sinks,
     )
 
 
@@ -117,5 +133,13 @@ def _csa(group: SpGroup, engine: Engine) -> Csa:
         layers=engine.spec.layers,
         kv_heads=engine.kv_heads,
         total_kv_heads=engine.spec.kv_heads,
+        windowed=engine.spec.near_layers,
     )
-    return Csa(group, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
+    return Csa(
+        group,
+        schedule,
+        engine.pool,
+        heads=engine.heads,
+        scale=engine.spec.scale,
+        sinks=engine.sinks,
+    )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.process_group import Pending
-from csps.kernels.merge import merge_rows
+from csps.kernels.merge import merge_rows, merge_sink
 
 AttendPartial = Callable[[int | None, Tensor], tuple[Tensor, Tensor]]
 """(peer that owns the rows, None for own rows; query rows (r, h, d)) -> fp32 (out (r, h, d),
@@ -142,6 +142,7 @@ def exchange_queries(
     exchange: QueryExchange,
     partial: AttendPartial,
     times: QueryExchangeTimes | None = None,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """Return the merged attention output (r, h, d), fp32, of the local query rows.
 
@@ -150,16 +151,17 @@ def exchange_queries(
 
     Args:
         times: the times of this exchange are added to them.
+        sinks_h: logits of the heads' attention sinks, which are merged last.
     """
     routes = exchange.routes
     if not (routes.outgoing or routes.incoming):
         own = [partial(None, routes.resident(q_rhd))] if routes.resident_here else []
-        return _merge(q_rhd, routes, own)
+        return _merge(q_rhd, routes, own, sinks_h)
     counted = times is not None and routes.outgoing and not exchange.in_order
     spent = times if times is not None and counted else QueryExchangeTimes()
     with spent.under_way():
         parts = _exchange_partials(q_rhd, exchange, partial, spent)
-    return _merge(q_rhd, routes, parts)
+    return _merge(q_rhd, routes, parts, sinks_h)
 
 
 def _exchange_partials(
@@ -180,12 +182,21 @@ def _pack(out_rhd: Tensor, lse_rh: Tensor) -> Tensor:
     return torch.cat([out_rhd, lse_rh[..., None]], -1)
 
 
-def _merge(q_rhd: Tensor, routes: QueryRoutes, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def _merge(
+    q_rhd: Tensor,
+    routes: QueryRoutes,
+    parts: Sequence[tuple[Tensor, Tensor]],
+    sinks_h: Tensor | None,
+) -> Tensor:
     if not routes.rows:
         return q_rhd.float()
-    out_nhd = parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts])
-    if routes.one_partial_each:
-        return out_nhd
-    lse_nh = torch.cat([lse for _, lse in parts])
-    row_n = routes.index(routes.merged_from, q_rhd.device)
-    return merge_rows(out_nhd, lse_nh, row_n, routes.rows)[0]
+    out_rhd = parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts])
+    if routes.one_partial_each and sinks_h is None:
+        return out_rhd
+    lse_rh = torch.cat([lse for _, lse in parts])
+    if not routes.one_partial_each:
+        row_n = routes.index(routes.merged_from, q_rhd.device)
+        out_rhd, lse_rh = merge_rows(out_rhd, lse_rh, row_n, routes.rows)
+    if sinks_h is not None:
+        merge_sink(out_rhd, lse_rh.T, sinks_h)
+    return out_rhd

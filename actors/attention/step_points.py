@@ -26,11 +26,17 @@ from csps.actors.attention.ring.ring_plan import (
     rotating_history,
     with_history,
 )
+from csps.actors.comm.layout import computed_by
 from csps.models.network.spec import ModelSpec
 from csps.protocols.attention.csa import CsaPlan
 from csps.protocols.core.placement import even_share
 from csps.protocols.core.topology import Segments
 from csps.protocols.gang.step_messages import PrefillStep
+
+SP_TP = frozenset({"sp_tp", "sp_tp_flat"})
+"""Strategies in which members have some heads of all rows."""
+OF_HEADS = SP_TP | {"gathered_weights"}
+"""Strategies in which windowed layers exchange what the others do; see `near_keys`."""
 
 MLP_ROWS = 2048
 """Rows of one block of a layer's MLP."""
@@ -48,6 +54,9 @@ class ModelShape:
     tp: int
     whole: bool = False
     """True if the device is given whole layers, without blocks."""
+    window: int | None = None
+    windowed: frozenset[int] = frozenset()
+    """Layers with the window."""
 
     @classmethod
     def of(cls, spec: ModelSpec, *, tp: int, on_cuda: bool) -> ModelShape:
@@ -59,6 +68,8 @@ class ModelShape:
             head_dim=spec.head_dim,
             tp=tp,
             whole=on_cuda,
+            window=spec.window,
+            windowed=spec.near_layers,
         )
 
 
@@ -91,6 +102,8 @@ class _Counts:
 
     def attention(self, layer: int) -> Phases:
         """Return the phases that `Strategy.attend_layer` closes."""
+        if layer in self._shape.windowed and self._step.strategy not in OF_HEADS:
+            return self._near
         match self._step.strategy:
             case "ulysses":
                 heads = self._head_share(self._rank_heads, len(self._step.group))
@@ -105,6 +118,20 @@ class _Counts:
                 return self._csa(self._step.csa, layer)
             case _:
                 return self._sp_tp(self._step.csa, layer)
+
+    @cached_property
+    def _near(self) -> Phases:
+        """Return the phase of attention of own rows to near keys."""
+        window = self._shape.window
+        assert window is not None, "layers with a window, but no window"
+        blocks = (
+            sum(
+                self._blocks(part.span.length, self._rank_heads, window)
+                for part in computed_by(self._step, member)
+            )
+            for member in range(len(self._step.group))
+        )
+        return (max(1, *blocks),)
 
     def _over_heads(self, heads: int) -> Phases:
         """Return the phases of attention of own heads over all rows: history, then the chunk."""

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from csps.actors.attention.base.group import HeadSplit, SpGroup
 from csps.actors.attention.base.history import History, Messages, WaitExchange, members_by_heads
-from csps.actors.attention.base.strategy import StoreKv, project_and_attend
+from csps.actors.attention.base.strategy import Sinks, StoreKv, no_sinks, project_and_attend
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.process_group import Pending
 from csps.actors.comm.transfers import Label
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.kernels.attention import attention
-from csps.kernels.merge import nothing_seen
+from csps.kernels.merge import merge_sink, nothing_seen
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 from csps.protocols.gang.step_messages import PrefillChunk
@@ -41,11 +41,18 @@ class Ulysses:
     """
 
     def __init__(
-        self, group: SpGroup, pool: KvPool, *, heads: int, kv_heads: int, scale: float
+        self,
+        group: SpGroup,
+        pool: KvPool,
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        sinks: Sinks = no_sinks,
     ) -> None:
         self._group = group
         self._split = HeadSplit(heads=heads, kv_heads=kv_heads, parts=group.size)
-        self._scale = scale
+        self._scale, self._sinks = scale, sinks
         self._under_way: list[Pending] = []
         self._history = History(
             group,
@@ -156,6 +163,8 @@ class Ulysses:
                 own = q_thd[rows], k_thd[rows], v_thd[rows]
                 self._attend_chunk(layer, chunk, *own, out_thd[rows], lse_ht[:, rows])
         asked.merge_into(out_thd, lse_ht)
+        if (sinks_h := self._sinks(layer)) is not None:
+            merge_sink(out_thd, lse_ht, sinks_h[self._split.queries(self._group.member)])
         self._group.points.close()
         return out_thd.to(q_thd.dtype)
 

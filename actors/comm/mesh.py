@@ -62,6 +62,7 @@ class Tag(IntEnum):
     STORED_ROWS = 24
     HISTORY_ANSWER = 25
     RING = 26
+    WINDOW = 27
 
 
 _WAITED_AT_ONCE = frozenset(

@@ -11,6 +11,7 @@ import hmac
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from csps.actors.comm.rendezvous import JOIN_DEADLINE
 from csps.protocols.core.errors import AuthenticationFailed
+from csps.protocols.rpc.wire import notice_silence
 
 _log = logging.getLogger(__name__)
 
@@ -226,6 +228,7 @@ def gloo_group(store: Store, rank: int, size: int, host: str) -> TorchGroup:
     """
     if rank == 0:
         store.set("proof", secrets.token_hex(_PROOF_BYTES))
+    others = _socket_inodes()
     group_of: Any = dist.ProcessGroupGloo  # the stubs lag behind its options
     options = group_of._Options()
     options._devices = [group_of.create_device(hostname=host)]
@@ -236,10 +239,37 @@ def gloo_group(store: Store, rank: int, size: int, host: str) -> TorchGroup:
     joined = cast(TorchGroup, group)
     try:
         _prove(joined, rank, size, store.get("proof"))
+        _notice_silence(others)
     except BaseException:
         close_gloo(joined, rank, size)
         raise
     return joined
+
+
+def _notice_silence(others: Iterable[str]) -> None:
+    """Let the kernel close connections of this process whose other end is silent, but for others.
+
+    gloo itself would wait until the deadline of the operation: a gang in which packets between two
+    ranks vanish would stand still for minutes, while every rank answers the router's pings. gloo
+    has no option for its sockets, so they are found by comparing. One that another thread has
+    opened meanwhile is closed when it is silent, too, as this process' other connections are.
+    """
+    descriptors = _socket_inodes()
+    for inode in descriptors.keys() - set(others):
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptors[inode])) as sock:
+            notice_silence(sock)
+
+
+def _socket_inodes() -> dict[str, int]:
+    """Return the descriptors of this process' sockets by their inodes; none without /proc."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed since
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[target] = int(name)
+    return found
 
 
 def _prove(group: TorchGroup, rank: int, size: int, key: bytes) -> None:

@@ -22,6 +22,7 @@ from csps.protocols.core.errors import ConnectionLost, DeadlineExceeded, FaultEr
 from csps.protocols.rpc.client import RpcClient
 from csps.protocols.rpc.schema import pack, unpack
 from csps.protocols.rpc.server import Peer, RpcServer
+from csps.protocols.rpc.tls import Tls
 
 T = TypeVar("T")
 
@@ -177,15 +178,15 @@ class RendezvousStore(Store):
 class HostedStore:
     """A store that this process serves until `close`."""
 
-    def __init__(self, host: str, secret: bytes) -> None:
+    def __init__(self, host: str, secret: bytes, tls: Tls | None) -> None:
         self._thread = _LoopThread()
-        self._server = self._thread.run(self._serve(host, secret), CALL_S)
-        self.store = join_store(self.address, secret)
+        self._server = self._thread.run(self._serve(host, secret, tls), CALL_S)
+        self.store = join_store(self.address, secret, tls)
 
-    async def _serve(self, host: str, secret: bytes) -> RpcServer:
+    async def _serve(self, host: str, secret: bytes, tls: Tls | None) -> RpcServer:
         table = _Table()
         handlers = {"set": table.set, "get": table.get, "check": table.check, "add": table.add}
-        server = RpcServer(handlers, secret=secret)
+        server = RpcServer(handlers, secret=secret, tls=tls)
         self.address = StoreAddress(host, (await server.start(host))[1])
         return server
 
@@ -197,16 +198,17 @@ class HostedStore:
             self._thread.end()
 
 
-def host_store(host: str, secret: bytes) -> HostedStore:
+def host_store(host: str, secret: bytes, tls: Tls | None = None) -> HostedStore:
     """Serve a rendezvous store on a free port of `host`, and on no other address.
 
     Args:
         secret: the cluster secret.
+        tls: encrypts its connections, if given.
     """
-    return HostedStore(host, secret)
+    return HostedStore(host, secret, tls)
 
 
-def join_store(address: StoreAddress, secret: bytes) -> RendezvousStore:
+def join_store(address: StoreAddress, secret: bytes, tls: Tls | None = None) -> RendezvousStore:
     """Connect to a store that another rank serves.
 
     Raises:
@@ -215,7 +217,7 @@ def join_store(address: StoreAddress, secret: bytes) -> RendezvousStore:
     thread = _LoopThread()
     seconds = JOIN_DEADLINE.total_seconds()
     connecting = RpcClient.connect(
-        address.host, address.port, secret=secret, name="rank", deadline_s=seconds
+        address.host, address.port, secret=secret, name="rank", deadline_s=seconds, tls=tls
     )
     try:
         return RendezvousStore(thread, thread.run(connecting, seconds))

@@ -30,7 +30,7 @@ from csps.actors.comm.continuations import (
 )
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.process_group import Pending
-from csps.actors.timing.timeline import Event, Phase, PhaseTimeline, StepClock
+from csps.actors.timing.timeline import Phase, PhaseEvent, PhaseTimeline, StepClock
 
 T = TypeVar("T")
 
@@ -287,7 +287,7 @@ class Transfers:
             begin, end = transfer.span_ns
             label = transfer.label
             self.timeline.add(
-                Event(
+                PhaseEvent(
                     label.phase,
                     begin,
                     end,

@@ -32,14 +32,19 @@ from csps.actors.engine.reservations import (
     instances_of,
     last_position,
 )
-from csps.actors.engine.step_trace import COMMUNICATION_S, EXCHANGE_S
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.sampling.batch_sampler import Sample, sample_batch
-from csps.actors.sampling.notifications import Notify, request_failed, sampled_token
 from csps.actors.timing.device_pace import wait_for_device
+from csps.actors.timing.timeline import COMMUNICATION_S, EXCHANGE_S
 from csps.protocols.core.errors import CspsError, DeadlineExceeded
 from csps.protocols.core.placement import Span
-from csps.protocols.gang.messages import ReserveKv, SampledToken, SampledTokens
+from csps.protocols.gang.messages import (
+    Notify,
+    RequestFailed,
+    ReserveKv,
+    SampledToken,
+    SampledTokens,
+)
 from csps.protocols.sequencer.decode_batches import chunk_lengths
 from csps.protocols.sequencer.log_entries import Change, PlaceSequence
 
@@ -102,12 +107,25 @@ class DecodeBatch:
 
     def change(self, change: Change) -> None:
         """Let sequences leave and join, at all ranks before the same iteration."""
+        for group, iterations in change.iterated:
+            if self._engine.rank not in group:
+                self._follow(group, iterations)
         for sequence_id in change.left:
             self._leave(sequence_id)
         for sequence_id, token in change.joined:
             self._join(sequence_id, token)
         self._budget = change.budget
         self._same_for = 0
+
+    def _follow(self, group: Sequence[int], iterations: int) -> None:
+        """Count what the sequences of other ranks have computed in so many iterations."""
+        sequences = self._sequences_of(group)
+        for _ in range(iterations):
+            lengths = chunk_lengths([sequence.state for sequence in sequences], self._budget)
+            if not any(lengths):
+                return
+            for sequence, length in zip(sequences, lengths, strict=True):
+                self._advance(sequence, length)
 
     def end_owner(self, owner: int) -> None:
         """Let all sequences of an owner leave, those that have not joined included."""
@@ -265,7 +283,9 @@ class DecodeBatch:
         ]
         self._batch = batch_of(self._engine, sequences, computed)
         self.piggybacked = any(state.next < state.prompt for state in states)
-        if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
+        same = not self.piggybacked and all(sequence.stores_at_master for sequence in sequences)
+        # A window moves on with every token.
+        if same and self._engine.spec.window is None:
             left = (state.stop - state.next for state in states if state.next < state.stop)
             self._same_for = min(left, default=1) - 1
         return self._batch
@@ -339,10 +359,10 @@ def _announce(
     words: list[tuple[int, int]] = []
     for sequence, sample in zip(sequences, samples, strict=True):
         if isinstance(sample, CspsError):
-            notify("failed", request_failed(sequence.sequence_id, engine.rank, sample))
+            notify("failed", RequestFailed.of(sequence.sequence_id, engine.rank, sample))
             words.append((0, 1))
             continue
-        sampled.append(sampled_token(sequence.sequence_id, sequence.index - 1, sample))
+        sampled.append(sample.message(sequence.sequence_id, sequence.index - 1))
         words.append((sample.token, int(sample.finish_reason is not None)))
     if sampled:
         notify("tokens", SampledTokens.of(sampled))

@@ -19,12 +19,12 @@ from csps.actors.comm.mesh import Tag
 from csps.actors.engine.kv_mover import OwnKv
 from csps.actors.kv_cache.kv_pool import ResidentRows, SlotsOfSequence
 from csps.actors.sampling.batch_sampler import sample_batch
-from csps.actors.sampling.notifications import sampled_token
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.kernels.arguments import SlotRun, SlotRuns
 from csps.kernels.attention import decode_attention
 from csps.kernels.merge import merge_into
 from csps.protocols.core.errors import CspsError
+from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import SampledToken
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
@@ -67,33 +67,53 @@ def sample_first_tokens(
 
 def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: OwnKv) -> Tensor:
     """Return the attention of the own last rows over KV anywhere in the group."""
-    routes, chunks = _last_row_routes(group)
+    last = engine.spec.layers - 1
+    window = engine.spec.window_of(last)
+    routes, chunks = _last_row_routes(group, window)
 
     def partial(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
         asked = [group.step.chunks[index] for index in chunks[peer]]
-        runs = SlotRuns(len(asked), list(_computed(group, asked)))
+        runs = SlotRuns(len(asked), list(_computed(group, asked, window)))
         out_rhd, lse_rh = decode_attention(q_rhd, *own, runs, scale=engine.spec.scale)
         if any(group.history_of(chunk, group.member) for chunk in asked):
-            history_rhd, history_rh = _history(engine, group, asked, q_rhd)
+            history_rhd, history_rh = _history(engine, group, asked, q_rhd, window)
             merge_into(out_rhd, lse_rh.T, history_rhd, history_rh.T)
         return out_rhd, lse_rh
 
     tags = Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL
     heads, head_dim = q_thd.shape[1:]
     exchange = QueryExchange(engine.mesh, routes, q_thd, heads=heads, head_dim=head_dim, tags=tags)
-    return exchange_queries(q_thd, exchange, partial)
+    return exchange_queries(q_thd, exchange, partial, sinks_h=engine.sinks(last))
 
 
-def _computed(group: SpGroup, chunks: Sequence[PrefillChunk]) -> Iterator[SlotRun]:
-    """Yield, for each chunk by its index, which neighboring rows of this member belong to it."""
+def _reached(chunk: PrefillChunk, window: int | None) -> Span:
+    """Return the positions that the last row of a chunk sees."""
+    stop = chunk.start + chunk.length
+    return Span(0 if window is None else max(0, stop - window), stop)
+
+
+def _computed(
+    group: SpGroup, chunks: Sequence[PrefillChunk], window: int | None
+) -> Iterator[SlotRun]:
+    """Yield, for each chunk by its index, which rows of this member its last row sees, as runs."""
     for place, chunk in enumerate(chunks):
-        rows = [part.rows for part in group.local if part.chunk is chunk]
-        if rows:
-            yield place, rows[0].start, rows[-1].stop
+        parts = [part for part in group.local if part.chunk is chunk]
+        if window is None and parts:
+            yield place, parts[0].rows.start, parts[-1].rows.stop
+            continue
+        for part in parts:
+            span = part.span.intersection(_reached(chunk, window))
+            if span.length:
+                rows = part.within(span).rows
+                yield place, rows.start, rows.stop
 
 
 def _history(
-    engine: Engine, group: SpGroup, chunks: Sequence[PrefillChunk], q_rhd: Tensor
+    engine: Engine,
+    group: SpGroup,
+    chunks: Sequence[PrefillChunk],
+    q_rhd: Tensor,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention to KV of each row's chunk that this member held before the step."""
     last = engine.spec.layers - 1
@@ -103,7 +123,10 @@ def _history(
         )
         for chunk in chunks
     ]
-    return engine.attend_rows(last, q_rhd, ResidentRows(resident))
+    hidden = None
+    if window is not None:
+        hidden = [_reached(chunk, window).start - 1 for chunk in chunks]
+    return engine.attend_rows(last, q_rhd, ResidentRows(resident, hidden))
 
 
 def _sample(
@@ -113,7 +136,9 @@ def _sample(
     samplers: dict[int, TokenSampler] = {}
     for row, chunk in enumerate(chunks):
         try:
-            samplers[row] = sampler_of(step.samplers[chunk.sequence_id], engine.spec.vocab)
+            samplers[row] = sampler_of(
+                step.samplers[chunk.sequence_id], engine.spec.vocab, engine.grammars
+            )
         except CspsError as exc:
             fail(chunk.sequence_id, exc)
     first = [chunks[row].first_index for row in samplers]
@@ -123,7 +148,7 @@ def _sample(
         if isinstance(sample, CspsError):
             fail(chunks[row].sequence_id, sample)
         else:
-            generated_tokens.append(sampled_token(chunks[row].sequence_id, index, sample))
+            generated_tokens.append(sample.message(chunks[row].sequence_id, index))
     return generated_tokens
 
 
@@ -136,8 +161,10 @@ def _last_rows(group: SpGroup) -> Iterator[tuple[int, int, int]]:
             yield index, row, owner
 
 
-def _last_row_routes(group: SpGroup) -> tuple[QueryRoutes, dict[int | None, list[int]]]:
-    """Route last rows to every member that holds KV of their chunk, history included.
+def _last_row_routes(
+    group: SpGroup, window: int | None
+) -> tuple[QueryRoutes, dict[int | None, list[int]]]:
+    """Route last rows to every member that holds KV that they see, history included.
 
     Returns:
         The routes, and by peer (None for own rows) the chunks whose KV is resident here.
@@ -147,7 +174,7 @@ def _last_row_routes(group: SpGroup) -> tuple[QueryRoutes, dict[int | None, list
     outgoing: dict[int, list[int]] = {}
     resident: dict[int | None, list[int]] = {None: []}
     for index, _, owner in _last_rows(group):
-        for member in group.holders_of(chunks[index]):
+        for member in group.holders_of(chunks[index], _reached(chunks[index], window)):
             if member == group.member:
                 peer = None if owner == group.member else group.peers[owner]
                 resident.setdefault(peer, []).append(index)

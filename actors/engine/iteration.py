@@ -11,7 +11,7 @@ heads, g KV heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,10 +53,26 @@ class IterationChunk:
 class ResidentChunk:
     """KV resident here of a chunk's sequence, from before the chunk."""
 
-    length: int
-    """Number of query rows."""
+    rows: range
+    """Positions of the query rows."""
     runs: Sequence[range]
-    """Runs of slots; every query attends to all of them."""
+    """Runs of slots; every query attends to all of them, or to those in its window."""
+    positions: Sequence[Tensor] = ()
+    """Positions of each run's slots, in layers with a window."""
+
+
+@dataclass(eq=False)
+class Sight:
+    """KV that query rows see in some layers, wherever it lies."""
+
+    window: int | None = None
+    """Positions that a row sees; None for all."""
+    routes: QueryRoutes = field(default_factory=lambda: QueryRoutes(rows=0, resident_here=()))
+    resident: dict[int | None, ResidentRows] = field(default_factory=dict)
+    """Slots of decoding sequences by the peer that masters them; own ones under None."""
+    resident_chunks: dict[int | None, list[ResidentChunk]] = field(default_factory=dict)
+    """Chunks with KV resident here, by peer. Own chunks have an entry also if nothing is
+    resident."""
 
 
 @dataclass(eq=False)
@@ -67,12 +83,9 @@ class IterationBatch:
     """Own sequences that decode; they are the first query rows."""
     chunks: list[IterationChunk] = field(default_factory=list)
     """Own chunks, after them."""
-    routes: QueryRoutes = field(default_factory=lambda: QueryRoutes(rows=0, resident_here=()))
-    resident: dict[int | None, ResidentRows] = field(default_factory=dict)
-    """Slots of decoding sequences by the peer that masters them; own ones under None."""
-    resident_chunks: dict[int | None, list[ResidentChunk]] = field(default_factory=dict)
-    """Chunks with KV resident here, by peer. Own chunks have an entry also if nothing is
-    resident."""
+    whole: Sight = field(default_factory=Sight)
+    near: Sight = field(default_factory=Sight)
+    """What rows see in layers with a window."""
     growing: list[tuple[SlotsOfSequence, int]] = field(default_factory=list)
     """Own decoding sequences whose KV is stored here, each with its query row: they take a slot in
     every iteration."""
@@ -96,7 +109,7 @@ class IterationBatch:
     @property
     def rows(self) -> int:
         """Return the number of own query rows."""
-        return self.routes.rows
+        return self.whole.routes.rows
 
     @property
     def sampling(self) -> list[tuple[BatchSequence, int]]:
@@ -113,14 +126,85 @@ def batch_of(
     return _Builder(engine).batch(sequences, lengths)
 
 
+class _SightBuilder:
+    """Collects what the rows of an iteration see with a window, or without one."""
+
+    def __init__(self, engine: Engine, window: int | None) -> None:
+        self._engine, self._window = engine, window
+        self._here = engine.instance
+        self._outgoing: dict[int, list[int]] = {}
+        self._incoming: dict[int, int] = {}
+        self._resident: dict[int | None, list[SlotsOfSequence]] = {}
+        self._hidden: dict[int | None, list[int]] = {}
+        self._chunks: dict[int | None, list[ResidentChunk]] = {}
+
+    def decode(self, sequence: BatchSequence, row: int) -> None:
+        """Add a sequence that decodes; `row` is that of its master."""
+        hidden = None if self._window is None else sequence.next - self._window
+        holders = sequence.holders if hidden is None else sequence.holders_behind(hidden)
+        master = sequence.request.master
+        if sequence.slots is not None and self._here in (master, *holders):
+            asker = self._asker(master)
+            self._resident.setdefault(asker, []).append(sequence.slots)
+            if hidden is not None:
+                self._hidden.setdefault(asker, []).append(hidden)
+        self._ask(master, holders, range(row, row + 1))
+
+    def chunk(self, sequence: BatchSequence, span: Span, row: int) -> None:
+        """Add a chunk of a prompt, from its master's row `row` on."""
+        first = 0 if self._window is None else max(0, span.start - self._window + 1)
+        before = Span(start=first, stop=max(first, span.start))
+        master = sequence.request.master
+        holders = {kv_slice.instance for kv_slice in sequence.slices_of(before)}
+        if self._here in holders or master == self._here:
+            slots = self._engine.pool.slots
+            runs = slots.runs(sequence.sequence_id, before)
+            positions = () if self._window is None else [slots.positions(run) for run in runs]
+            resident = self._chunks.setdefault(self._asker(master), [])
+            resident.append(ResidentChunk(span.positions, runs, positions))
+        self._ask(master, holders, range(row, row + span.length))
+
+    def sight(self, rows: int) -> Sight:
+        """Return what was collected, for so many own rows."""
+        return Sight(
+            window=self._window,
+            routes=QueryRoutes(
+                rows=rows,
+                resident_here=range(rows),
+                outgoing=self._outgoing,
+                incoming=self._incoming,
+            ),
+            resident={
+                peer: ResidentRows(slots, self._hidden.get(peer))
+                for peer, slots in self._resident.items()
+            },
+            resident_chunks=self._chunks,
+        )
+
+    def _ask(self, master: int, holders: set[int], rows: range) -> None:
+        """Ask the holders of KV about own rows, or be asked."""
+        if master == self._here:
+            for holder in sorted(holders - {self._here}):
+                self._outgoing.setdefault(self._peer(holder), []).extend(rows)
+        elif self._here in holders:
+            peer = self._peer(master)
+            self._incoming[peer] = self._incoming.get(peer, 0) + len(rows)
+
+    def _asker(self, master: int) -> int | None:
+        return None if master == self._here else self._peer(master)
+
+    def _peer(self, instance: int) -> int:
+        return self._engine.layout.rank_of(instance, self._engine.tp_rank)
+
+
 class _Builder:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._here = engine.instance
         self._batch = IterationBatch()
-        self._outgoing: dict[int, list[int]] = {}
-        self._incoming: dict[int, int] = {}
-        self._resident: dict[int | None, list[SlotsOfSequence]] = {}
+        self._whole = _SightBuilder(engine, None)
+        self._near = _SightBuilder(engine, engine.spec.window)
+        self._sights = [self._whole] if engine.spec.window is None else [self._whole, self._near]
         self._count = 0
 
     def batch(self, sequences: Sequence[BatchSequence], lengths: Sequence[int]) -> IterationBatch:
@@ -135,30 +219,20 @@ class _Builder:
         for sequence, length in active:
             if not sequence.decodes:
                 self._chunk(sequence, length)
-        batch = self._batch
-        batch.resident = {peer: ResidentRows(slots) for peer, slots in self._resident.items()}
-        batch.routes = QueryRoutes(
-            rows=self._count,
-            resident_here=range(self._count),
-            outgoing=self._outgoing,
-            incoming=self._incoming,
-        )
-        return batch
+        self._batch.whole = self._whole.sight(self._count)
+        self._batch.near = self._near.sight(self._count)
+        return self._batch
 
     def _decode(self, sequence: BatchSequence) -> None:
-        master, next_holder, holders = (
-            sequence.request.master,
-            sequence.next_holder,
-            sequence.holders,
-        )
-        if sequence.slots is not None and self._here in (master, *holders):
-            if next_holder == self._here != master:
-                received = self._batch.received.setdefault(self._peer(master), [])
-                received.append(sequence.slots.append())
-            self._resident.setdefault(self._asker(master), []).append(sequence.slots)
-            self._count_incoming(master, 1)
+        master, next_holder = sequence.request.master, sequence.next_holder
+        if sequence.slots is not None and next_holder == self._here != master:
+            received = self._batch.received.setdefault(self._peer(master), [])
+            received.append(sequence.slots.append())
+        for sight in self._sights:
+            sight.decode(sequence, self._count)
         if master == self._here:
-            at = self._ask(holders, 1)
+            at = self._count
+            self._count += 1
             self._batch.decoding.append(sequence)
             if next_holder != self._here:
                 sent = self._batch.sent.setdefault(self._peer(next_holder), [])
@@ -168,33 +242,13 @@ class _Builder:
 
     def _chunk(self, sequence: BatchSequence, length: int) -> None:
         span = Span(start=sequence.next, stop=sequence.next + length)
-        master, before = sequence.request.master, sequence.slices_before(span.start)
-        holders = {kv_slice.instance for kv_slice in before}
-        if self._here in holders or master == self._here:
-            runs = self._engine.pool.slots.runs(
-                sequence.sequence_id, Span(start=0, stop=span.start)
-            )
-            resident = self._batch.resident_chunks.setdefault(self._asker(master), [])
-            resident.append(ResidentChunk(length, runs))
-            self._count_incoming(master, length)
         self._place_kv(sequence, span)
-        if master == self._here:
-            first = self._ask(holders, length)
-            at = slice(first, first + length)
+        for sight in self._sights:
+            sight.chunk(sequence, span, self._count)
+        if sequence.request.master == self._here:
+            at = slice(self._count, self._count + length)
+            self._count += length
             self._batch.chunks.append(IterationChunk(sequence=sequence, span=span, rows=at))
-
-    def _ask(self, holders: set[int], rows: int) -> int:
-        """Assign numbers to own query rows and ask the KV's holders; return the first number."""
-        first = self._count
-        self._count += rows
-        for holder in sorted(holders - {self._here}):
-            self._outgoing.setdefault(self._peer(holder), []).extend(range(first, self._count))
-        return first
-
-    def _count_incoming(self, master: int, rows: int) -> None:
-        if master != self._here:
-            peer = self._peer(master)
-            self._incoming[peer] = self._incoming.get(peer, 0) + rows
 
     def _place_kv(self, sequence: BatchSequence, span: Span) -> None:
         """Plan where a chunk's keys and values go."""
@@ -214,16 +268,13 @@ class _Builder:
                 sent = self._batch.sent.setdefault(self._peer(kv_slice.instance), [])
                 sent.append(slice(own.start, own.stop, own.step))
 
-    def _asker(self, master: int) -> int | None:
-        return None if master == self._here else self._peer(master)
-
     def _peer(self, instance: int) -> int:
         return self._engine.layout.rank_of(instance, self._engine.tp_rank)
 
 
 def attend_resident(
     engine: Engine,
-    batch: IterationBatch,
+    sight: Sight,
     layer: int,
     peer: int | None,
     q_rhd: Tensor,
@@ -239,16 +290,17 @@ def attend_resident(
     Returns:
         fp32 out (r, h, d) and lse (r, h); -inf for rows that attend to nothing.
     """
-    resident = batch.resident.get(peer)
+    resident = sight.resident.get(peer)
     first = len(resident.sequences) if resident is not None else 0
     parts: list[tuple[Tensor, Tensor]] = []
     if resident is not None:
         parts.append(engine.attend_rows(layer, q_rhd[:first], resident))
-    for chunk in batch.resident_chunks.get(peer, ()):
-        rows = slice(first, first + chunk.length)
-        seen = [_history(engine, layer, q_rhd[rows], run) for run in chunk.runs]
+    for chunk in sight.resident_chunks.get(peer, ()):
+        rows = slice(first, first + len(chunk.rows))
+        seen = list(_history(engine, layer, q_rhd[rows], chunk, sight.window))
         if own is not None:
-            seen.append(_causal(engine, q_rhd[rows], own[0][rows], own[1][rows]))
+            kv = own[0][rows], own[1][rows]
+            seen.append(_causal(engine, q_rhd[rows], *kv, sight.window))
         parts.append(_merged(chunk, seen))
         first = rows.stop
     if len(parts) == 1:
@@ -262,20 +314,27 @@ def _merged(chunk: ResidentChunk, seen: list[tuple[Tensor, Tensor]]) -> tuple[Te
     return out_nhd, lse_hn.T
 
 
-def _history(engine: Engine, layer: int, q_nhd: Tensor, run: range) -> tuple[Tensor, Tensor]:
-    """Attend to a run of slots. It precedes every row, so no positions are compared."""
+def _history(
+    engine: Engine, layer: int, q_nhd: Tensor, chunk: ResidentChunk, window: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Attend to each run of slots. They precede every row, so without a window no positions are
+    compared."""
     k_sgd, v_sgd = engine.pool.layer(layer)
-    return attention(
-        q_nhd,
-        k_sgd[run.start : run.stop],
-        v_sgd[run.start : run.stop],
-        q_positions=None,
-        k_positions=None,
-        scale=engine.spec.scale,
-    )
+    for index, run in enumerate(chunk.runs):
+        yield attention(
+            q_nhd,
+            k_sgd[run.start : run.stop],
+            v_sgd[run.start : run.stop],
+            q_positions=None if window is None else chunk.rows,
+            k_positions=None if window is None else chunk.positions[index].to(q_nhd.device),
+            scale=engine.spec.scale,
+            window=window,
+        )
 
 
-def _causal(engine: Engine, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tuple[Tensor, Tensor]:
+def _causal(
+    engine: Engine, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Attend from a chunk to itself."""
     positions = range(len(q_nhd))
     return attention(
@@ -285,6 +344,7 @@ def _causal(engine: Engine, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tupl
         q_positions=positions,
         k_positions=positions,
         scale=engine.spec.scale,
+        window=window,
     )
 
 
@@ -307,8 +367,9 @@ def forward(
     slots_t = torch.tensor(slots, dtype=torch.int64, device=device)
     stored_t = torch.tensor(stored, dtype=torch.int64, device=device)
     stores_all = stored == list(range(batch.rows))
-    if None in batch.resident:
-        batch.resident[None].grown()
+    for sight in (batch.whole, batch.near):
+        if None in sight.resident:
+            sight.resident[None].grown()
     exchanges = _exchanges(engine, batch)
     for index, (layer, others) in enumerate(zip(network.layers, exchanges, strict=True)):
         q_rhd, k_rhd, v_rhd = layer.qkv(x_td, rotary)
@@ -347,6 +408,7 @@ class _LayerExchange:
 
     def __init__(self, engine: Engine, batch: IterationBatch, index: int) -> None:
         self._engine, self._batch, self._index = engine, batch, index
+        self._sight = batch.whole if engine.spec.window_of(index) is None else batch.near
         pool = engine.pool
         self._arriving = {
             peer: pool.k.new_empty(len(slots), 2, pool.kv_heads, pool.head_dim)
@@ -355,7 +417,7 @@ class _LayerExchange:
         self._kv_exchange = engine.mesh.expect(list(self._arriving.items()), Tag.STORED_ROWS)
         self._exchange = QueryExchange(
             engine.mesh,
-            batch.routes,
+            self._sight.routes,
             pool.k,
             heads=engine.heads,
             head_dim=pool.head_dim,
@@ -380,9 +442,10 @@ class _LayerExchange:
             if peer is not None:
                 self._store(exchanged)
             own = (k_rhd, v_rhd) if peer is None else None
-            return attend_resident(self._engine, self._batch, self._index, peer, asked_rhd, own)
+            return attend_resident(self._engine, self._sight, self._index, peer, asked_rhd, own)
 
-        out_rhd = exchange_queries(q_rhd, self._exchange, partial, times)
+        sinks_h = self._engine.sinks(self._index)
+        out_rhd = exchange_queries(q_rhd, self._exchange, partial, times, sinks_h)
         self._store(exchanged)
         return out_rhd
 

@@ -17,8 +17,8 @@ from typing import Protocol
 from csps.protocols.core.errors import ConnectionLost
 from csps.protocols.sequencer.log_connection import LogSocket
 from csps.protocols.sequencer.log_entries import (
-    Entry,
     Leaving,
+    LogEntry,
     Report,
     pack_entries,
     pack_reports,
@@ -31,7 +31,7 @@ from csps.protocols.sequencer.sequencer import Sequencer
 class LogEnd(Protocol):
     """A rank's end of the log. Only the engine thread reads; any thread may report."""
 
-    def next(self) -> Entry:
+    def next(self) -> LogEntry:
         """Wait for the rank's next entry; raise ConnectionLost when the gang is gone."""
         ...
 
@@ -53,9 +53,9 @@ class MemberEnd:
 
     def __init__(self, connection: LogSocket) -> None:
         self._connection = connection
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[LogEntry] = deque()
 
-    def next(self) -> Entry:
+    def next(self) -> LogEntry:
         while not self._entries:
             self._entries.extend(unpack_entries(self._connection.receive()))
         return self._entries.popleft()
@@ -81,14 +81,14 @@ class SequencerEnd:
         """
         self._sequencer = sequencer
         self._members = members
-        self._own: SimpleQueue[Entry | None] = SimpleQueue()
+        self._own: SimpleQueue[LogEntry | None] = SimpleQueue()
         self._events: deque[Callable[[Sequencer], None]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._awake = threading.Lock()
         self._wake_sent = False
         self._closed = False
 
-    def next(self) -> Entry:
+    def next(self) -> LogEntry:
         entry = self._own.get()
         if entry is None:
             self._own.put(None)
@@ -138,7 +138,7 @@ class SequencerEnd:
     def _append_entries(self) -> None:
         while self._events:
             self._events.popleft()(self._sequencer)
-        by_rank: dict[int, list[Entry]] = {}
+        by_rank: dict[int, list[LogEntry]] = {}
         for entry, ranks in self._sequencer.take():
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(entry)

@@ -29,22 +29,21 @@ from csps.actors.engine.kv_mover import OwnKv
 from csps.actors.engine.log_end import LogEnd
 from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.pending_steps import LoggedStep, PendingSteps
-from csps.actors.engine.step_reports import OutgoingTransfers, StepReports
+from csps.actors.engine.step_reports import OutgoingTransfers, ProgressReport, StepReports
 from csps.actors.engine.step_run import StepRun
 from csps.actors.kv_cache.slot_allocator import NotHeld
-from csps.actors.sampling.notifications import Notify, ProgressReport
 from csps.actors.sampling.token_sampler import sampler_of
 from csps.protocols.core.errors import CspsError
-from csps.protocols.gang.messages import ReserveKv
+from csps.protocols.gang.messages import Notify, ReserveKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
-    Entry,
     Free,
     Iterate,
     Iterated,
+    LogEntry,
     PlaceSequence,
     Prepared,
     RanQuantum,
@@ -145,13 +144,15 @@ class EngineLoop:
                 return
             samples_here = message.after.master == self._engine.instance
             begins_here = samples_here and message.before.master != self._engine.instance
-            vocab = self._engine.spec.vocab
+            engine = self._engine
             run = MoveRun(
                 self._engine,
                 message,
                 sequence_of=self.decode_batch.sequence,
                 wanted=lambda: find(sequence_id) is not None,
-                sampler=sampler_of(message.sampler, vocab) if begins_here else None,
+                sampler=sampler_of(message.sampler, engine.spec.vocab, engine.grammars)
+                if begins_here
+                else None,
                 next_run=self._next_run,
             )
             if not self._pending_steps.add(run, owner):
@@ -219,7 +220,7 @@ class EngineLoop:
         except _Ended:
             return
 
-    def _execute(self, entry: Entry) -> None:
+    def _execute(self, entry: LogEntry) -> None:
         match entry.op:
             case RunQuantum() as quantum:
                 self._run(entry.seq, quantum)

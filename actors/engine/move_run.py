@@ -171,7 +171,7 @@ class MoveRun:
         self.state = self._send_state()
         since = Span(known.stop, self.state.next)
         self._exchange([transfer.within(since) for transfer in self._transfers], layers)
-        self._send_penalties()
+        self._send_answered(self.state.index)
         self.log_progress.end(self._total)
 
     def moved(self) -> SequenceMoved:
@@ -235,17 +235,22 @@ class MoveRun:
         following, token, index, over = words.tolist()
         return SequenceProgress(following, token, index, bool(over))
 
-    def _send_penalties(self) -> None:
-        """Send the next master the sampler's counts of generated tokens."""
+    def _send_answered(self, count: int) -> None:
+        """Send the next master the answer's tokens, where its sampler has to know them."""
         before, after = self.message.before.master, self.message.after.master
         if before == after:
             return
+        words = torch.zeros(count, dtype=torch.int64)
         if self._engine.instance == before:
             sampler = self._sequence_of(self.message.sequence_id).sampler
-            if sampler is not None and sampler.penalties is not None:
-                self._send(sampler.penalties.counts_v.cpu(), [after])
-        elif self.sampler is not None and self.sampler.penalties is not None:
-            self._recv(self.sampler.penalties.counts_v, before)
+            if sampler is not None and sampler.remembers:
+                # Only an instance's first rank samples: the others know no tokens to send.
+                known = torch.tensor(sampler.answered, dtype=torch.int64)
+                words[: len(known)] = known
+                self._send(words, [after])
+        elif self.sampler is not None and self.sampler.remembers:
+            self._recv(words, before)
+            self.sampler.catch_up(words.tolist())
 
     def _send(self, words: Tensor, instances: Sequence[int]) -> None:
         mesh = self._engine.mesh

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,12 +20,11 @@ from csps.actors.attention.base.group import spans_on
 from csps.actors.attention.query_exchange import QueryExchangeTimes
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
 from csps.actors.kv_transfer.reservation import Reservation
-from csps.actors.sampling.notifications import Notify
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.actors.timing.device_pace import launched_so_far
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.core.placement import KvSlice, Span, rest_of
-from csps.protocols.gang.messages import ReserveKv
+from csps.protocols.gang.messages import Notify, ReserveKv
 from csps.protocols.gang.step_messages import SequencePlacement
 from csps.protocols.sequencer.decode_batches import SequenceCursor
 
@@ -116,17 +115,19 @@ class BatchSequence:
             if kv_slice.tokens and kv_slice.span.start <= self.next
         }
 
+    def holders_behind(self, position: int) -> set[int]:
+        """Return those of the holders that have positions behind this one."""
+        near = Span(max(0, position + 1), self.next + 1)
+        slices = _within((*self.request.slices, *self.answer), near)
+        return {kv_slice.instance for kv_slice in slices}
+
     @property
     def stores_at_master(self) -> bool:
         """Return whether no KV of the answer goes to another instance."""
         return all(kv_slice.instance == self.request.master for kv_slice in self.answer)
 
-    def slices_before(self, position: int) -> list[KvSlice]:
-        """Return where the KV of the prompt's positions before this one lies."""
-        return _within(self.request.slices, Span(start=0, stop=position))
-
     def slices_of(self, span: Span) -> list[KvSlice]:
-        """Return where the KV of a chunk of the prompt is to lie."""
+        """Return where the KV of some of the prompt's positions lies, or is to lie."""
         return _within(self.request.slices, span)
 
 
@@ -202,7 +203,9 @@ class Reservations:
         # Made here and not when the sequence joins: bad parameters are refused now, and long lists
         # of tokens do not delay an iteration.
         masters = request.master == engine.instance
-        sampler = sampler_of(request.sampler, engine.spec.vocab) if masters else None
+        sampler = (
+            sampler_of(request.sampler, engine.spec.vocab, engine.grammars) if masters else None
+        )
         with self._changing:
             self._refuse_cancelled(request.sequence_id, owner)
             self._take(request, [*spans, *answers])
@@ -273,8 +276,7 @@ class Reservations:
         """
         with self._changing:
             reservation = self._reservations[sequence_id]
-            reservation.request = replace(
-                reservation.request,
+            reservation.request = reservation.request.moved(
                 slices=placement.slices,
                 master=placement.master,
                 answer=placement.answer,
@@ -288,7 +290,7 @@ class Reservations:
         """Change the master of a sequence that is neither stored nor sampled here."""
         with self._changing:
             reservation = self._reservations[sequence_id]
-            reservation.request = replace(reservation.request, master=master)
+            reservation.request = reservation.request.moved(master=master)
 
     def end_owner(self, owner: int) -> list[int]:
         """Refuse an owner's late reservations; return the sequences that are to leave."""

@@ -1,6 +1,7 @@
 """Reports of a rank's steps to the router, and KV transfers that belong to steps.
 
 A step is over when it is computed and all of its KV has been sent to the gang that decodes it.
+`ProgressReport` is a periodic heartbeat of a step: one without it counts as hung.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from csps.actors.attention.base.engine import Engine
 from csps.actors.comm.layout import LocalChunk
 from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.step_run import SendKv, StepRun
-from csps.actors.engine.step_trace import emit_spans
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.kv_transfer.transfer_tracker import TransferTracker
-from csps.actors.sampling.notifications import Notify, request_failed
+from csps.actors.timing.timeline import emit_spans
 from csps.protocols.core.errors import CspsError, TransferError
 from csps.protocols.gang.messages import (
     KvRetained,
+    Notify,
     PrefillDone,
+    PrefillProgress,
+    RequestFailed,
     SampledToken,
     SampledTokens,
     SlotsFreed,
@@ -33,6 +36,29 @@ from csps.protocols.gang.step_messages import PrefillStep
 from csps.protocols.rpc.trace_context import asks_for_timeline, attached
 
 _log = logging.getLogger(__name__)
+
+
+REPORT_S = 1.0
+"""Minimum seconds between two reports. Work between two yield points may take longer; the router's
+deadline is far above it."""
+
+
+class ProgressReport:
+    """Progress of one step on a rank, or of piggybacked prompts, reported now and then. Any thread
+    may call it; two at once may both report, which counts as one."""
+
+    def __init__(self, notify: Notify, *, rank: int, step_id: int | None = None) -> None:
+        self._notify = notify
+        self._message = PrefillProgress(rank=rank, step_id=step_id)
+        self._last_report = time.monotonic()  # short steps have nothing to report before their end
+
+    def step(self) -> None:
+        """Note progress: a yield point was reached, KV was sent, or a piggybacked chunk was
+        computed."""
+        now = time.monotonic()
+        if now - self._last_report >= REPORT_S:
+            self._last_report = now
+            self._notify("prefill_progress", self._message)
 
 
 class StepReports:
@@ -48,7 +74,7 @@ class StepReports:
 
     def failed(self, sequence_id: int, error: CspsError) -> None:
         """Report that a sequence failed."""
-        self._notify("failed", request_failed(sequence_id, self._rank, error))
+        self._notify("failed", RequestFailed.of(sequence_id, self._rank, error))
 
     def lost(self, step: PrefillStep, why: Exception) -> None:
         """Report that a step's KV did not reach the gang that decodes it."""

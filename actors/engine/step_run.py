@@ -32,18 +32,18 @@ from csps.actors.comm.layout import LocalChunk
 from csps.actors.comm.transfers import Transfers
 from csps.actors.engine.kv_mover import KvMover, OwnKv, history_moves, row_moves, stored_of
 from csps.actors.engine.pending_steps import LogProgress, StepAborted
-from csps.actors.engine.step_trace import (
+from csps.actors.kv_cache.slot_allocator import OutOfSlots
+from csps.actors.timing.device_pace import DevicePace
+from csps.actors.timing.timeline import (
     CANCELLED,
     LAST_LAYER_S,
     PLACING_S,
     PLACING_STORED_S,
     PLACING_WAITED_S,
     SentBytes,
+    StepClock,
     traced_step,
 )
-from csps.actors.kv_cache.slot_allocator import OutOfSlots
-from csps.actors.timing.device_pace import DevicePace
-from csps.actors.timing.timeline import StepClock
 from csps.models.network.network import Layer
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep, rebalanced
@@ -78,7 +78,7 @@ class StepRun:
         """
         self.step = step
         self.clock = StepClock()
-        self.sent = SentBytes(engine.mesh)
+        self.sent = SentBytes(engine.mesh.bytes_sent)
         self.cancelled = False
         self._engine = engine
         self.progress = progress
@@ -172,7 +172,7 @@ class StepRun:
                 a function to call when no member waits for answers any more.
         """
         self.clock.started = time.monotonic()
-        self.sent = SentBytes(self._engine.mesh)
+        self.sent = SentBytes(self._engine.mesh.bytes_sent)
         strategy = strategy_of(self.group, self._engine)
         traced = traced_step(self.step, self.clock, self.sent, rank=self._engine.rank)
         with traced as span, strategy as entered, self._transfers:

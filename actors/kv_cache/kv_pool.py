@@ -172,8 +172,10 @@ class SlotsOfSequence:
             for layer in layers
             if pool.narrowed(layer, sequence_id)
         }
-        slots = pool.slots
-        self._prompt = list(SlotSet(run for span in seen for run in slots.runs(sequence_id, span)))
+        slots = self._slots = pool.slots
+        self._seen = [run for span in seen if span.length for run in slots.runs(sequence_id, span)]
+        """Runs of slots whose positions ascend."""
+        self._prompt = list(SlotSet(self._seen))
         own = (
             zip(span.positions, slots.by_position(sequence_id, span).tolist(), strict=True)
             for span in answer
@@ -199,6 +201,11 @@ class SlotsOfSequence:
             return [*self._prompt[:-1], joined, *self._answer[1:]]
         return [*self._prompt, *self._answer]
 
+    def runs_behind(self, position: int) -> list[range]:
+        """Return the runs of slots with positions behind this one, in a layer without kept
+        tokens."""
+        return self._slots.behind([*self._seen, *self._answer], position)
+
     def blocks(self, layer: int) -> Sequence[KvBlock]:
         """Return the blocks to which only some KV heads attend, in a layer with kept tokens
         only."""
@@ -211,10 +218,17 @@ class SlotsOfSequence:
 
 
 class ResidentRows:
-    """Slots of the sequences of some query rows, in the rows' order."""
+    """Slots of the sequences of some query rows, in the rows' order.
 
-    def __init__(self, sequences: Sequence[SlotsOfSequence]) -> None:
+    Args:
+        hidden: last position that each row does not see, in layers with a window; None without.
+    """
+
+    def __init__(
+        self, sequences: Sequence[SlotsOfSequence], hidden: Sequence[int] | None = None
+    ) -> None:
         self.sequences = sequences
+        self._hidden = hidden
         self._narrowed = any(sequence.narrowed for sequence in sequences)
         self._runs: dict[int, SlotRuns] = {}
 
@@ -228,15 +242,20 @@ class ResidentRows:
         if key not in self._runs:
             found: list[SlotRun] = [
                 (row, run.start, run.stop)
-                for row, sequence in enumerate(self.sequences)
-                for run in sequence.runs(layer)
+                for row in range(len(self.sequences))
+                for run in self._runs_of(row, layer)
             ]
             self._runs[key] = SlotRuns(len(self.sequences), found)
         return self._runs[key]
 
+    def _runs_of(self, row: int, layer: int) -> Iterable[range]:
+        if self._hidden is None:
+            return self.sequences[row].runs(layer)
+        return self.sequences[row].runs_behind(self._hidden[row])
+
     def blocks(self, layer: int) -> list[tuple[int, KvBlock]]:
         """Return (row, block) for blocks to which only some KV heads attend."""
-        if not self._narrowed:
+        if not self._narrowed or self._hidden is not None:
             return []
         return [
             (row, block)

@@ -12,11 +12,13 @@ it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from csps.actors.kv_cache.sequence_slots import (
     KeptSpan,
@@ -236,6 +238,22 @@ class SlotAllocator:
         """Return the slots of the positions of an allocated span."""
         with self._lock:
             return self._by_position(sequence_id, span)
+
+    def behind(self, runs: Iterable[range], position: int) -> list[range]:
+        """Return the parts of a sequence's runs, in which positions ascend, that lie behind a
+        position."""
+        found = []
+        for run in runs:
+            positions = self._positions[run.start : run.stop]
+            # Most runs lie on one side as a whole.
+            if positions[-1] > position:
+                whole = positions[0] > position
+                found.append(run if whole else run[positions.searchsorted(position, "right") :])
+        return found
+
+    def positions(self, run: range) -> Tensor:
+        """Return the positions of a run of slots, int64."""
+        return torch.from_numpy(self._positions[run.start : run.stop].copy())
 
     def tokens(self, sequence_id: int) -> int:
         """Return the number of a sequence's slots."""

@@ -24,7 +24,6 @@ from csps.actors.kv_transfer.connection import (
 )
 from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging
 from csps.actors.kv_transfer.reservation import Reservation, TransferSlot, TransferSlots
-from csps.actors.sampling.notifications import request_failed
 from csps.protocols.core.errors import TransferError
 from csps.protocols.gang.messages import RankKvReceived, RequestFailed
 
@@ -171,7 +170,7 @@ class KvReceiver:
             complete = self._store(reservation, header, body, staging, began_s=began_s)
         except TransferError as exc:
             self.transfer_slots.release(header.sequence_id)
-            self._on_failed(request_failed(header.sequence_id, self._rank, exc))
+            self._on_failed(RequestFailed.of(header.sequence_id, self._rank, exc))
             return
         if complete:
             self.transfer_slots.release(header.sequence_id)

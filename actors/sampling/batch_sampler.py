@@ -1,15 +1,17 @@
 """Sampling of a whole batch's tokens.
 
-The logits pass through, in this order: logit bias, minimum length, repetition penalty, frequency
-and presence penalties, temperature, top-k, top-p, min-p. That is the order of vLLM and of
+The logits pass through, in this order: logit bias, what is allowed (token ids, bad words, a
+grammar), minimum length, repetition penalty, frequency and presence penalties, temperature, top-k,
+top-p, min-p. That is the order of vLLM and of
 transformers, except that vLLM applies min-p before top-k.
 
 A sample depends on nothing but the logits, the request's parameters, its earlier tokens where there
-are penalties, and the token's index: the random number is a hash of seed and index, not the state
-of a generator. The rank that finishes a prefill samples token 0 and decode ranks sample the others.
-Neither the batch, nor the rank, nor a retry changes what is drawn from the same logits. The logits
-may differ in their last bits, because sums over the KV are cut by group and placement, and on a GPU
-by what else is in the batch (`triton_attention.split_length`) and by the card.
+are penalties, bad words or a grammar, and the token's index: the random number is a hash of seed
+and index, not the state of a generator. The rank that finishes a prefill samples token 0 and decode
+ranks sample the others. Neither the batch, nor the rank, nor a retry changes what is drawn from the
+same logits. The logits may differ in their last bits, because sums over the KV are cut by group and
+placement, and on a GPU by what else is in the batch (`triton_attention.split_length`) and by the
+card.
 
 Shape suffixes: b = batch, e = rows that are edited, v = vocabulary.
 """
@@ -28,7 +30,7 @@ from torch import Tensor
 from csps.actors.sampling.token_sampler import Penalties, TokenSampler
 from csps.kernels.sampling import row_blocks, sample
 from csps.protocols.core.errors import CspsError
-from csps.protocols.gang.messages import TokenLogprob
+from csps.protocols.gang.messages import SampledToken, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 
@@ -46,6 +48,17 @@ class Sample:
     """Likeliest tokens of that distribution, best first, as many as the request asks for. The
     sampled token is among them only if it is that likely."""
     finish_reason: Literal["stop", "length"] | None = None
+
+    def message(self, sequence_id: int, index: int) -> SampledToken:
+        """Return the token as part of the message to the router."""
+        return SampledToken(
+            sequence_id=sequence_id,
+            index=index,
+            token=self.token,
+            finish_reason=self.finish_reason,
+            logprob=self.logprob,
+            top_logprobs=self.top,
+        )
 
 
 def sample_batch(
@@ -104,8 +117,8 @@ def _observed_sample(
 
 
 def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequence[int]) -> Tensor:
-    """Return the logits in fp32, with bias, minimum length and penalties; `logits_bv` is
-    unchanged."""
+    """Return the logits in fp32, with bias, penalties and minus infinity for tokens that are not
+    allowed; `logits_bv` is unchanged."""
     scores_bv = logits_bv.float()
     rows = [row for row, sampler in enumerate(samplers) if sampler.edits(indices[row])]
     if not rows:
@@ -114,6 +127,7 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
     scores_ev = scores_bv[rows]
     _add_bias(scores_ev, own)
     for place, row in enumerate(rows):
+        samplers[row].forbid(scores_ev[place])
         if samplers[row].forbids_stop(indices[row]):
             scores_ev[place].masked_fill_(samplers[row].stops(scores_ev.device), -math.inf)
     penalties = {

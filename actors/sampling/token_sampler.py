@@ -1,5 +1,8 @@
 """The sampling parameters of one request, and the state that they need between tokens.
 
+That state is a function of the answer's tokens. So a retry, or another instance after a move,
+rebuilds it from them (`TokenSampler.catch_up`).
+
 Shape suffix: v = vocabulary.
 """
 
@@ -14,7 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from csps.actors.sampling.grammar_mask import GrammarMask
 from csps.kernels.sampling import Filters
+from csps.models.tokenizers.grammar import Grammars
 from csps.protocols.core.errors import CspsError, FaultError, InvalidRequest
 from csps.protocols.gang.messages import SamplerInputs, Sampling
 from csps.protocols.rpc.schema import decode
@@ -27,8 +32,8 @@ class BadLogits(FaultError):
 
 
 class TokenSampler:
-    """Sampling parameters of one request, prepared once for all its tokens, and its penalties'
-    counts.
+    """Sampling parameters of one request, prepared once for all its tokens, with what depends on
+    the tokens so far: penalties' counts, bad words begun, the state of a grammar.
 
     All work that depends on the length of a request's lists happens here. So `sample_batch` costs
     other requests the same, whether this one names one stop token or all of them.
@@ -37,6 +42,7 @@ class TokenSampler:
         sampling: parameters of the request.
         vocab: size of the vocabulary.
         prompt_tokens: ids in the prompt, in any order; only a repetition penalty needs them.
+        grammars: makes the states of grammars; None on ranks that sample nothing.
 
     Raises:
         InvalidRequest: `logit_bias` names a token outside the vocabulary.
@@ -47,9 +53,13 @@ class TokenSampler:
         sampling: Sampling,
         vocab: int,
         prompt_tokens: Sequence[int] | npt.NDArray[np.int64] | Tensor = (),
+        grammars: Grammars | None = None,
     ) -> None:
         _check(sampling, vocab)
         self.sampling = sampling
+        self.answered: list[int] = []
+        """Tokens of the answer so far, where its next one depends on them (`remembers`)."""
+        self._failure: CspsError | None = None
         self.filters = Filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self.greedy = sampling.temperature < _GREEDY_BELOW
         # A stop id outside the vocabulary is legal, as tokenizers may know more tokens than the
@@ -58,19 +68,60 @@ class TokenSampler:
         self._stops_v = _stop_mask(sampling, vocab)
         self.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
         self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
+        self._forbidden_v = _forbidden_mask(sampling, vocab)
         self.penalties: Penalties | None = None
         if _has_penalties(sampling):
             self.penalties = Penalties(sampling, vocab, prompt_tokens)
+        self._mask: GrammarMask | None = None
+        if sampling.grammar and grammars is not None:
+            self._mask = GrammarMask(grammars, sampling.grammar, self._stop_ids)
+
+    @property
+    def remembers(self) -> bool:
+        """Return whether a token depends on those before it by more than the logits."""
+        sampling = self.sampling
+        return bool(self.penalties or sampling.bad_words or sampling.grammar)
 
     def observe(self, token: int) -> None:
-        """Count a token of the answer that was sampled elsewhere."""
+        """Count the next token of the answer."""
+        if not self.remembers:
+            return
+        self.answered.append(token)
         if self.penalties is not None:
             self.penalties.counts_v[token] += 1
+        if self._mask is not None:
+            self._mask.observe(token)
+
+    def catch_up(self, answered: Sequence[int]) -> None:
+        """Count the tokens that the answer has got elsewhere.
+
+        Args:
+            answered: all tokens of the answer.
+        """
+        for token in answered[len(self.answered) :]:
+            self.observe(token)
 
     def edits(self, index: int) -> bool:
-        """Return whether bias, minimum length or penalties change the logits of token `index`."""
-        biased = len(self.bias_ids) > 0
-        return biased or self.penalties is not None or self.forbids_stop(index)
+        """Return whether anything changes the logits of token `index`."""
+        biased = len(self.bias_ids) > 0 or self._forbidden_v is not None
+        return biased or self.remembers or self.forbids_stop(index)
+
+    def forbid(self, scores_v: Tensor) -> None:
+        """Replace the scores of tokens that must not come next by minus infinity."""
+        if self._forbidden_v is not None:
+            self._forbidden_v = self._forbidden_v.to(scores_v.device)
+            scores_v.masked_fill_(self._forbidden_v, -math.inf)
+        for word in self.sampling.bad_words:
+            *begun, last = word
+            if last < len(scores_v) and self.answered[len(self.answered) - len(begun) :] == begun:
+                scores_v[last] = -math.inf
+        if self._mask is not None:
+            allowed = self._mask.allowed()
+            if isinstance(allowed, CspsError):
+                self._failure = allowed
+                scores_v.fill_(-math.inf)
+            else:
+                scores_v.masked_fill_(~allowed.to(scores_v.device), -math.inf)
 
     def forbids_stop(self, index: int) -> bool:
         """Return whether token `index` must not be a stop token."""
@@ -90,6 +141,10 @@ class TokenSampler:
 
     def error_at(self, peak: float, index: int) -> CspsError:
         """Return why nothing can be sampled from scores whose maximum is `peak`."""
+        if self._failure is not None:
+            return self._failure
+        if peak == -math.inf and self._mask is not None:
+            return InvalidRequest("the grammar allows no token that may be sampled here")
         if peak == -math.inf and self.forbids_stop(index):
             # The client's mistake: no other attempt and no other rank can do better.
             return InvalidRequest(
@@ -132,6 +187,19 @@ def _has_penalties(s: Sampling) -> bool:
     return s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
 
 
+def _forbidden_mask(sampling: Sampling, vocab: int) -> Tensor | None:
+    """Return (v,) bool: tokens that are never allowed; None if there are none."""
+    words = [word[0] for word in sampling.bad_words if len(word) == 1 and word[0] < vocab]
+    if not sampling.allowed_token_ids and not words:
+        return None
+    forbidden_v = torch.zeros(vocab, dtype=torch.bool)
+    if sampling.allowed_token_ids:
+        forbidden_v[:] = True
+        forbidden_v[torch.tensor(sampling.allowed_token_ids, dtype=torch.int64)] = False
+    forbidden_v[torch.tensor(words, dtype=torch.int64)] = True
+    return forbidden_v
+
+
 def _stop_mask(sampling: Sampling, vocab: int) -> Tensor | None:
     """Return (v,) bool: the stop tokens that a minimum length forbids; None if there are none."""
     if sampling.min_tokens == 0:
@@ -142,12 +210,15 @@ def _stop_mask(sampling: Sampling, vocab: int) -> Tensor | None:
 
 
 def _check(s: Sampling, vocab: int) -> None:
-    outside = [token for token in s.logit_bias if not 0 <= token < vocab]
-    if outside:
-        raise InvalidRequest(
-            f"logit_bias names token {outside[0]}; the vocabulary has {vocab} tokens",
-            param="logit_bias",
-        )
+    for param, tokens in (
+        ("logit_bias", tuple(s.logit_bias)),
+        ("allowed_token_ids", s.allowed_token_ids),
+    ):
+        outside = [token for token in tokens if not 0 <= token < vocab]
+        if outside:
+            raise InvalidRequest(
+                f"{param} names token {outside[0]}; the vocabulary has {vocab} tokens", param=param
+            )
     # The API refuses the rest before it gets here.
     assert 0.0 <= s.temperature < math.inf, s
     assert 0.0 <= s.top_p <= 1.0, s
@@ -156,9 +227,12 @@ def _check(s: Sampling, vocab: int) -> None:
     assert s.max_tokens >= 1, s
 
 
-def sampler_of(packed: bytes, vocab: int) -> TokenSampler:
+def sampler_of(packed: bytes, vocab: int, grammars: Grammars | None) -> TokenSampler:
     """Return the sampler for packed `SamplerInputs`. It has counted the tokens of an earlier
     attempt.
+
+    Args:
+        grammars: makes the states of grammars; None on ranks that sample nothing.
 
     Raises:
         ProtocolError: these are no sampler inputs.
@@ -166,7 +240,6 @@ def sampler_of(packed: bytes, vocab: int) -> TokenSampler:
     """
     inputs = decode(SamplerInputs, packed)
     prompt = np.frombuffer(inputs.prompt_tokens, dtype="<i4").astype(np.int64)
-    sampler = TokenSampler(inputs.sampling, vocab, prompt)
-    for token in np.frombuffer(inputs.generated_tokens, dtype="<i4").tolist():
-        sampler.observe(token)
+    sampler = TokenSampler(inputs.sampling, vocab, prompt, grammars)
+    sampler.catch_up(np.frombuffer(inputs.generated_tokens, dtype="<i4").tolist())
     return sampler

@@ -1,12 +1,26 @@
-"""The phases of a prefill step on one rank with their times, which become spans of its trace."""
+"""The phases of a prefill step on one rank with their times, and the spans that they become.
+
+    prefill.compute                       one for each rank, with the step's costs
+    └─ prefill.<phase>                    one for each event of the rank's timeline, in its layer,
+                                          level and micro-partition
+
+Phases are recorded only for steps whose trace asks for them; the span of the step itself for all
+that are sampled. Without a trace, or without an SDK, nothing is recorded. `docs/traces.md` explains
+how to view them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
+
+from opentelemetry import trace
+
+from csps.protocols.gang.step_messages import PrefillStep
+from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, span, wants_timeline
 
 Phase = Literal[
     "qkv",
@@ -24,6 +38,7 @@ Phase = Literal[
     "importance exchange",
     "history exchange",
     "ring",
+    "window exchange",
     "balancing",
     "placing",
     "kv transfer",
@@ -31,9 +46,10 @@ Phase = Literal[
 ]
 """Kinds of work that take time in a step.
 
-All-to-alls, rings, all-gathers and reduce-scatters are transfers, which go on beside the others. So
-are moves of history (`balancing`), of new KV to its holders (`placing`), and of KV to the gang that
-decodes it (`kv transfer`). `wait` is time in which computing waited for a transfer.
+All-to-alls, rings, window exchanges, all-gathers and reduce-scatters are transfers, which go on
+beside the others. So are moves of history (`balancing`), of new KV to its holders (`placing`), and
+of KV to the gang that decodes it (`kv transfer`). `wait` is time in which computing waited for a
+transfer.
 """
 
 TRANSFERS: frozenset[str] = frozenset(
@@ -53,7 +69,7 @@ TRANSFERS: frozenset[str] = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class PhaseEvent:
     """One phase on one rank."""
 
     name: Phase
@@ -77,7 +93,7 @@ class PhaseTimeline:
 
     def __init__(self, *, on: bool) -> None:
         self.on = on
-        self.events: list[Event] = []
+        self.events: list[PhaseEvent] = []
 
     def phase(
         self,
@@ -90,7 +106,7 @@ class PhaseTimeline:
         """Record the time inside as an event."""
         return self._timed(name, layer, level, micro) if self.on else _NOTHING
 
-    def add(self, event: Event) -> None:
+    def add(self, event: PhaseEvent) -> None:
         """Add an event that was timed elsewhere; from any thread."""
         if self.on:
             self.events.append(event)
@@ -104,7 +120,7 @@ class PhaseTimeline:
             yield
         finally:
             end_ns, cpu_ns = time.time_ns(), time.thread_time_ns() - start_cpu_ns
-            self.events.append(Event(name, start_ns, end_ns, layer, level, micro, cpu_ns))
+            self.events.append(PhaseEvent(name, start_ns, end_ns, layer, level, micro, cpu_ns))
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -198,3 +214,91 @@ def _union_ns(spans: Iterable[tuple[int, int]]) -> int:
         total += max(0, end - max(begin, reached))
         reached = max(reached, end)
     return total
+
+
+class SentBytes:
+    """Bytes that one step sends, by receiving rank, without those sent while the step is paused.
+
+    Args:
+        sent: bytes that the rank has sent to each other rank, which grow.
+    """
+
+    def __init__(self, sent: Sequence[int]) -> None:
+        self._sent = sent
+        self._others = list(sent)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude bytes that are sent inside."""
+        before = list(self._sent)
+        try:
+            yield
+        finally:
+            sent = zip(self._others, self._sent, before, strict=True)
+            self._others = [others + now - then for others, now, then in sent]
+
+    @property
+    def by_rank(self) -> tuple[int, ...]:
+        """Return the bytes sent since this was made, in rank order of the gang."""
+        return tuple(now - others for now, others in zip(self._sent, self._others, strict=True))
+
+
+RANK, PHASE = "csps.rank", "csps.phase"
+LAYER, LEVEL, MICRO = "csps.layer", "csps.level", "csps.micro_partition"
+CPU_NS = "csps.cpu_ns"
+BYTES = "csps.bytes"
+"""Bytes of a transfer, sent by the rank."""
+BYTES_SENT = "csps.bytes_sent"
+"""Bytes sent to each rank of the gang, in rank order."""
+COMMUNICATION_S, EXCHANGE_S = "csps.communication_s", "csps.exchange_s"
+"""Seconds waited for exchanges; and seconds of exchanges under way, waited for or not."""
+PLACING_S, PLACING_STORED_S = "csps.placing_s", "csps.placing_stored_s"
+"""Time for storing new KV elsewhere than it was computed, and its part for KV that passed
+anyway."""
+PLACING_WAITED_S, LAST_LAYER_S = "csps.placing_waited_s", "csps.last_layer_s"
+"""Seconds waited for KV that did not pass; and seconds of the last layer, in which none passes."""
+CANCELLED = "csps.cancelled"
+"""True if all sequences of the step were cancelled and it stopped between two layers."""
+
+
+@contextmanager
+def traced_step(
+    step: PrefillStep, clock: StepClock, sent: SentBytes, *, rank: int
+) -> Iterator[TraceSpan]:
+    """Open the span of a step on one rank. Leave what the step enters inside of it: transfers
+    report their times when they end."""
+    with span("prefill.compute", step.trace, {"csps.job": step.step_id, RANK: rank}):
+        # A step without a trace that preempts another runs inside the other's span.
+        current = trace.get_current_span() if step.trace else NO_SPAN
+        if not current.is_recording():
+            yield current
+            return
+        # Switch the existing timeline on: the step's strategy refers to it since it was made.
+        clock.timeline.on = wants_timeline(current.get_span_context())
+        try:
+            yield current
+        finally:
+            _note_cost(clock, sent)
+            emit_spans(clock.timeline.events, rank=rank)
+
+
+def emit_spans(events: Iterable[PhaseEvent], *, rank: int) -> None:
+    """Emit each event as a span below the current one, at the time at which it happened."""
+    tracer = trace.get_tracer("csps")
+    for event in events:
+        places = {LAYER: event.layer, LEVEL: event.level, MICRO: event.micro}
+        attributes: dict[str, str | int] = {RANK: rank, PHASE: event.name, CPU_NS: event.cpu_ns}
+        attributes |= {name: place for name, place in places.items() if place is not None}
+        if event.name in TRANSFERS:
+            attributes[BYTES] = event.bytes
+        phase = tracer.start_span(
+            f"prefill.{event.name}", start_time=event.start_ns, attributes=attributes
+        )
+        phase.end(event.end_ns)
+
+
+def _note_cost(clock: StepClock, sent: SentBytes) -> None:
+    current = trace.get_current_span()
+    current.set_attribute(BYTES_SENT, sent.by_rank)
+    current.set_attribute(COMMUNICATION_S, clock.communication_s)
+    current.set_attribute(EXCHANGE_S, clock.exchange_s)

@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable
 
 from csps.actors.attention.base.engine import Engine
-from csps.actors.comm.rendezvous import StoreAddress, join_store
+from csps.actors.comm.rendezvous import RendezvousStore, StoreAddress
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.sender import KvSender
-from csps.actors.sampling.notifications import Notify
 from csps.actors.worker.rank_config import RankConfig
 from csps.protocols.core.errors import Cancelled
-from csps.protocols.gang.messages import ConnectKv, LinkBroken
+from csps.protocols.gang.messages import ConnectKv, LinkBroken, Notify
 
 _log = logging.getLogger(__name__)
 
@@ -26,17 +25,18 @@ class KvLinkEnd:
     def __init__(
         self,
         config: RankConfig,
-        secret: bytes,
+        join_store: Callable[[StoreAddress], RendezvousStore],
         engine: Engine,
         loop: EngineLoop,
         notify: Notify,
         on_broken: Callable[[BaseException], None],
     ) -> None:
         """Args:
-        secret: the cluster secret.
+        join_store: connects to the other gang's rendezvous store.
         on_broken: called when this rank can no longer send or receive through its own fault.
         """
-        self._config, self._secret, self._engine, self._loop = config, secret, engine, loop
+        self._config, self._engine, self._loop = config, engine, loop
+        self._join_store = join_store
         self._notify, self._on_broken = notify, on_broken
         self._epoch = ""
         self._sender: KvSender | None = None
@@ -55,7 +55,7 @@ class KvLinkEnd:
 
     def join(self, message: ConnectKv) -> KvConnection:
         """Open the connection; blocks until all ranks of both gangs have joined."""
-        store = join_store(StoreAddress(message.store_host, message.store_port), self._secret)
+        store = self._join_store(StoreAddress(message.store_host, message.store_port))
         try:
             return KvConnection(
                 store,

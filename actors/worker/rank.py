@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment, RpcThread
 from csps.actors.worker.startup import load_engine, open_log, warm_up
 from csps.protocols.core.errors import FaultError
-from csps.protocols.gang.messages import Attach, ConnectKv, RankDescription, RankStats
+from csps.protocols.gang.messages import Attach, ConnectKv, Notify, RankDescription, RankStats
 from csps.protocols.rpc import schema
 from csps.protocols.rpc.server import Handler, Peer
+from csps.protocols.rpc.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -62,9 +64,13 @@ class Rank:
         self._data_group = data_group
         self._launches = LaunchOrder()
         self._secret = secret
+        self._tls = None if config.tls is None else Tls.load(config.tls)
         self._layout = GangLayout(world_size=config.world_size, tp=config.tp)
         self._attachment = RouterAttachment()
-        self._rpc = RpcThread(secret=secret, on_disconnect=self._attachment.disconnected)
+        self._rpc = RpcThread(
+            secret=secret, on_disconnect=self._attachment.disconnected, tls=self._tls
+        )
+        self._notify: Notify = partial(self._rpc.soon, self._attachment.notify)
         self._link: KvLinkEnd | None = None
         self._log: SequencerEnd | MemberEnd | None = None
         self._loop: EngineLoop | None = None
@@ -84,7 +90,9 @@ class Rank:
         torch.set_num_threads(config.threads)
         hosted = self._hosted
         store = self._store = (
-            hosted.store if isinstance(hosted, HostedStore) else join_store(hosted, self._secret)
+            hosted.store
+            if isinstance(hosted, HostedStore)
+            else join_store(hosted, self._secret, self._tls)
         )
         instance = InstanceGroup(
             store,
@@ -114,9 +122,8 @@ class Rank:
         warm_up(self.engine)
         in_place = config.may_prefill and config.may_decode
         self._loop = EngineLoop(self.engine, self._notify, self._log, in_place=in_place)
-        self._link = KvLinkEnd(
-            config, self._secret, self.engine, self._loop, self._notify, self._break
-        )
+        join = partial(join_store, secret=self._secret, tls=self._tls)
+        self._link = KvLinkEnd(config, join, self.engine, self._loop, self._notify, self._break)
         if isinstance(self._log, SequencerEnd):
             self._spawn("sequencer", self._log.run)
         self._spawn("engine", self._loop.run)
@@ -188,7 +195,7 @@ class Rank:
         self._failure = failure
         self._leave_groups()
         why = f"rank {self.config.rank} cannot go on"
-        self._rpc.soon(lambda: self._attachment.disconnect(why))
+        self._rpc.soon(self._attachment.disconnect, why)
 
     def _leave_groups(self) -> None:
         if self._log is not None:
@@ -288,10 +295,6 @@ class Rank:
             "connect-kv", lambda: link.join(message), KvConnection.close
         )
         link.use(connection, message.epoch)
-
-    def _notify(self, method: str, message: Any) -> None:
-        """Notify the router, from any thread."""
-        self._rpc.soon(lambda: self._attachment.notify(method, message))
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from csps.protocols.gang.messages import Role
+from csps.protocols.rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class RankConfig:
     """Steps of prefill ranks that may send KV here at a time."""
     kv_checksum: float = 0.0
     """Fraction of KV messages whose bytes the receiver checks, 0 to 1."""
+    tls: TlsFiles | None = None
+    """Files for encrypted connections to the router and the rendezvous store; None: plain."""
     quantum_ms: float = 50.0
     """Approximate time that a step computes before the rank may turn to something else."""
 

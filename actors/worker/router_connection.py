@@ -23,6 +23,7 @@ from csps.protocols.gang.members import Fence
 from csps.protocols.gang.messages import Attach
 from csps.protocols.rpc import schema
 from csps.protocols.rpc.server import Handler, Peer, RpcServer
+from csps.protocols.rpc.tls import Tls
 
 T = TypeVar("T")
 
@@ -118,8 +119,10 @@ class RouterAttachment:
 class RpcThread:
     """Serves handlers until closed; handlers run on the loop and must not block."""
 
-    def __init__(self, *, secret: bytes, on_disconnect: Callable[[Peer], None]) -> None:
-        self._secret = secret
+    def __init__(
+        self, *, secret: bytes, on_disconnect: Callable[[Peer], None], tls: Tls | None = None
+    ) -> None:
+        self._secret, self._tls = secret, tls
         self._on_disconnect = on_disconnect
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rpc", daemon=True)
@@ -138,16 +141,18 @@ class RpcThread:
             raise DeadlineExceeded("start of the RPC server", START_S) from None
 
     async def _listen(self, host: str, handlers: Mapping[str, Handler]) -> tuple[str, int]:
-        self._server = RpcServer(handlers, secret=self._secret, on_disconnect=self._on_disconnect)
+        self._server = RpcServer(
+            handlers, secret=self._secret, on_disconnect=self._on_disconnect, tls=self._tls
+        )
         return await self._server.start(host)
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def soon(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run a call on the loop, in order, from any thread; a burst of calls wakes the loop once.
 
         Nothing happens once this is closed.
         """
         with self._calls_lock:
-            self._calls.append(call)
+            self._calls.append(partial(call, *arguments))
             if len(self._calls) == 1 and not self._closed:
                 self._loop.call_soon_threadsafe(self._run_calls)
 
@@ -188,9 +193,9 @@ class RpcThread:
             try:
                 result = body()
             except Exception as exc:
-                self.soon(partial(fail, exc))
+                self.soon(fail, exc)
             else:
-                self.soon(partial(finish, result))
+                self.soon(finish, result)
 
         _start_thread(name, run)
         try:

@@ -23,6 +23,7 @@ from csps.actors.worker.rank_config import RankConfig
 from csps.kernels.attention import prepare_attention
 from csps.models.checkpoints.checkpoint import Checkpoint, config_bytes, open_checkpoint
 from csps.models.checkpoints.loading import read_network, weights_checksum
+from csps.models.tokenizers.grammar import Grammars
 from csps.protocols.sequencer.log_connection import LogListener, join_log
 from csps.protocols.sequencer.sequencer import Sequencer
 
@@ -68,6 +69,7 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         mesh=mesh,
         layout=GangLayout(world_size=config.world_size, tp=config.tp),
         device=mesh.device,
+        grammars=None if instance.rank else Grammars(Path(config.model_dir), spec.vocab),
     )
     prepare_attention(
         heads=engine.heads,

@@ -30,7 +30,7 @@ import numpy as np
 from csps.configurator.model.traffic import LevelMasks, level_masks
 from csps.configurator.pipeline.cases import LSE_BYTES, LayerCases, SimulatedGroup, even_lengths
 from csps.configurator.pipeline.program import Mask, Numbers, Op, PipelineOutcome, Seconds
-from csps.configurator.pipeline.script import HistoryQueries, Script
+from csps.configurator.pipeline.script import Script, SimulatedHistory
 
 
 def simulate_ntp(
@@ -230,7 +230,7 @@ class _NtpLayer:
             costs = replace(costs, byte=costs.byte + costs.overlapped)
         self._script = Script(group.wiring, self._own_rows(), costs)
         wait = Op.WAIT if cases.pipelined else Op.BLOCK
-        self._asked = HistoryQueries(group, self._script, spts, history, wait=wait)
+        self._asked = SimulatedHistory(group, self._script, spts, history, wait=wait)
 
     def run(self) -> PipelineOutcome:
         group, cases, script = self._group, self._cases, self._script

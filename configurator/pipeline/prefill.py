@@ -24,7 +24,7 @@ import numpy as np
 from csps.configurator.pipeline.cases import LSE_BYTES, LayerCases, SimulatedGroup
 from csps.configurator.pipeline.ntp import simulate_ntp
 from csps.configurator.pipeline.program import Mask, Op, PipelineOutcome, Seconds
-from csps.configurator.pipeline.script import HistoryQueries, Script
+from csps.configurator.pipeline.script import Script, SimulatedHistory
 from csps.configurator.pipeline.tp import simulate_tp
 from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, CsaSettings
 from csps.protocols.attention.plan import Ring
@@ -55,7 +55,7 @@ class _RingLayer:
         circulates = history and self._kv_bytes(self._history) * members * (members - 1) < (
             (members - 1) * self._row_bytes().sum()
         )
-        self._asked = HistoryQueries(group, self._script, spts, 0 if circulates else history)
+        self._asked = SimulatedHistory(group, self._script, spts, 0 if circulates else history)
         self._circulating = self._history if circulates else 0.0
         """Tokens of each member's history whose keys and values circulate."""
 

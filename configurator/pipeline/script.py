@@ -1,6 +1,6 @@
 """Writer of programs: what each rank does in a layer, operation by operation, with durations.
 
-`HistoryQueries` adds a layer's attention to history: queries go to its holders, and outputs and
+`SimulatedHistory` adds a layer's attention to history: queries go to its holders, and outputs and
 LSEs return. Every member holds an equal part of it, and its queries attend to all of it, whatever
 the strategy does with the rows themselves. Own queries attend to own history while the others'
 travel.
@@ -157,7 +157,7 @@ class Script:
         )
 
 
-class HistoryQueries:
+class SimulatedHistory:
     """Queries of history in one layer, equal for all configurations."""
 
     def __init__(

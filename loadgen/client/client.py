@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from csps.loadgen.client.connection import Server
 from csps.loadgen.results.record import RequestRecord, Status
@@ -18,7 +18,6 @@ from csps.protocols.core.errors import FaultError
 
 _log = logging.getLogger(__name__)
 
-Backend = Literal["openai", "openai-chat", "vllm", "csps"]
 ENDPOINTS: dict[str, str] = {
     "openai": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
@@ -94,7 +93,7 @@ MAX_ERROR = 300
 """Most characters of an error body that are stored."""
 
 
-class StreamedAnswer:
+class TimedAnswer:
     """Parses the body of a chat or text completion, streamed or whole."""
 
     def __init__(self) -> None:
@@ -240,7 +239,7 @@ class LoadClient:
         self, request: WorkloadRequest, scheduled_ns: int, payload: bytes
     ) -> RequestRecord:
         """Send a request when a slot is free; its latency includes the wait."""
-        answer, error = StreamedAnswer(), "cancelled by the client"
+        answer, error = TimedAnswer(), "cancelled by the client"
         status: Status = "cancelled"
         sent_ns = scheduled_ns
         try:
@@ -259,7 +258,7 @@ class LoadClient:
             record = self._record(request, answer, scheduled_ns, sent_ns, status, error)
         return record
 
-    async def _exchange(self, payload: bytes, answer: StreamedAnswer) -> str:
+    async def _exchange(self, payload: bytes, answer: TimedAnswer) -> str:
         """Send a request and return its error, or an empty string."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -274,14 +273,12 @@ class LoadClient:
     def skip(self, request: WorkloadRequest) -> None:
         """Record a turn as cancelled because the turn before failed."""
         now_ns = self.now_ns()
-        self._record(
-            request, StreamedAnswer(), now_ns, now_ns, "cancelled", "the turn before failed"
-        )
+        self._record(request, TimedAnswer(), now_ns, now_ns, "cancelled", "the turn before failed")
 
     def _record(
         self,
         request: WorkloadRequest,
-        answer: StreamedAnswer,
+        answer: TimedAnswer,
         scheduled_ns: int,
         sent_ns: int,
         status: Status,
@@ -309,7 +306,7 @@ class LoadClient:
         self._count(record)
         return record
 
-    def _is_right(self, request: WorkloadRequest, answer: StreamedAnswer) -> bool | None:
+    def _is_right(self, request: WorkloadRequest, answer: TimedAnswer) -> bool | None:
         if request.answer is None:
             return None
         if not self._api.ignore_eos:

@@ -24,11 +24,11 @@ from csps.configurator.pipeline.program import LinkSpeed, Wiring
 from csps.configurator.plan.profiles import fit_phases, link_speed, with_overheads
 from csps.loadgen.simulator.cluster_file import (
     BITS_PER_BYTE,
+    ClusterServer,
     Count,
     Links,
     LinkSection,
     Section,
-    Server,
     read_named,
 )
 from csps.protocols.core.errors import ConfigError
@@ -76,7 +76,7 @@ class RankSection(Section):
 class HardwareFile(Section):
     """The keys that `csps plan` reads."""
 
-    servers: Annotated[tuple[Server, ...], Field(min_length=1)]
+    servers: Annotated[tuple[ClusterServer, ...], Field(min_length=1)]
     links: Links = Links()
     model: ModelSection
     rank: RankSection

@@ -72,7 +72,7 @@ class Section(BaseModel):
         return data
 
 
-class Server(Section):
+class ClusterServer(Section):
     """One or more identical servers."""
 
     rack: Annotated[int, Field(ge=0)] = 0
@@ -161,7 +161,7 @@ class Gaps(Section):
 class ClusterFile(Section):
     """A cluster file."""
 
-    servers: Annotated[tuple[Server, ...], Field(min_length=1)]
+    servers: Annotated[tuple[ClusterServer, ...], Field(min_length=1)]
     links: Links = Links()
     latency: Latency
     kv: Kv = Kv()

@@ -15,7 +15,7 @@ from csps.loadgen.simulator.requests import GangListener, IterationEnds, Simulat
 from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Cores, EventTimeline
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, own, tokens_on, within
 from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
 from csps.protocols.gang.step_messages import MoveSequence, SequencePlacement
 from csps.services.scheduling.events.commands import (
@@ -34,7 +34,6 @@ from csps.services.scheduling.events.events import (
     index_of,
     instance_id,
 )
-from csps.services.scheduling.events.slices import own, tokens_on, within
 from csps.services.scheduling.state.ledger import decode_slots
 
 
@@ -83,35 +82,39 @@ class DecodeSequences:
             before: tokens that earlier sequences have generated.
             left: tokens that the request still generates; the scheduler does not know.
         """
+        reserved = command.message
         sequence = SimulatedSequence(
-            sequence=command.sequence_id,
+            sequence=reserved.sequence_id,
             request=command.request_id,
-            prompt_tokens=command.prompt_tokens,
-            slices=command.slices,
-            master=command.master,
-            answer=command.answer,
+            prompt_tokens=reserved.prompt_tokens,
+            slices=reserved.slices,
+            master=reserved.master,
+            answer=reserved.answer,
             before=before,
             tokens=left,
             cached=command.cached,
-            retain=command.retain,
+            retain=reserved.retain,
         )
         sequence.missing = {} if command.piggybacked else sequence.slots
         # KV of a sequence that is still decoding is reused before it is retained.
-        reused = [kv_slice for kv_slice in command.slices if kv_slice.source not in self._sequences]
+        reused = [
+            kv_slice for kv_slice in reserved.slices if kv_slice.source not in self._sequences
+        ]
         assert self.prefix_cache.has(reused), (
-            f"sequence {command.sequence_id} reuses KV that is not in the prefix cache"
+            f"sequence {reserved.sequence_id} reuses KV that is not in the prefix cache"
         )
-        slots = decode_slots(command, command.output_tokens)
+        slots = decode_slots(reserved, reserved.output_tokens)
         if slots:
             self.slots.take(
-                command.sequence_id, {index_of(instance): n for instance, n in slots.items()}
+                reserved.sequence_id, {index_of(instance): n for instance, n in slots.items()}
             )
-        self._sequences[command.sequence_id] = sequence
+        self._sequences[reserved.sequence_id] = sequence
 
     def not_reserved(self, command: Reserve) -> None:
         """Answer a reservation for a request that has already ended."""
-        named = decode_slots(command, command.output_tokens)
-        self.notify_freed(command.sequence_id, map(index_of, named))
+        reserved = command.message
+        named = decode_slots(reserved, reserved.output_tokens)
+        self.notify_freed(reserved.sequence_id, map(index_of, named))
 
     def arrived(self, sequence_id: SequenceId, instance: InstanceId, tokens: int) -> bool:
         """Count KV that has arrived; return whether the instance has all of it."""

@@ -179,12 +179,12 @@ class SimulatedGangs:
 
     def reserve(self, command: Reserve, *, before: int, left: int) -> None:
         """Reserve slots where a sequence is decoded; see `DecodeSequences.reserve`."""
-        if decode := self.decoding(gang_of(command.master)):
+        if decode := self.decoding(gang_of(command.message.master)):
             decode.sequences.reserve(command, before=before, left=left)
 
     def not_reserved(self, command: Reserve) -> None:
         """Answer a reservation for a request that has already ended."""
-        if decode := self.decoding(gang_of(command.master)):
+        if decode := self.decoding(gang_of(command.message.master)):
             decode.sequences.not_reserved(command)
 
     def run_step(self, command: RunStep) -> None:

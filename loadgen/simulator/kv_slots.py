@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, outside, tokens_on, within
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.events.events import (
     GangId,
@@ -13,7 +13,6 @@ from csps.services.scheduling.events.events import (
     index_of,
     instance_id,
 )
-from csps.services.scheduling.events.slices import outside, tokens_on, within
 
 
 class Slots:

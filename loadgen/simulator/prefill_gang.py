@@ -13,12 +13,11 @@ from typing import Protocol
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Link
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, own
 from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.deciding.step_layout import rows_of, slots_of
 from csps.services.scheduling.events.events import InstanceId, SequenceId, StepId, index_of
-from csps.services.scheduling.events.slices import own
 
 
 class ReceivingSlots:

@@ -13,7 +13,7 @@ import numpy as np
 from csps.loadgen.results.record import RequestRecord, Status
 from csps.loadgen.simulator.decode_batch import IterationLog, SimulatedMember
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, own, tokens_on
 from csps.protocols.gang.messages import EvictKv
 from csps.services.scheduling.events.events import (
     AnyEvent,
@@ -23,7 +23,6 @@ from csps.services.scheduling.events.events import (
     TenantId,
     index_of,
 )
-from csps.services.scheduling.events.slices import own, tokens_on
 
 
 @dataclass(frozen=True, kw_only=True)

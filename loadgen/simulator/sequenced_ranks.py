@@ -26,8 +26,8 @@ from csps.protocols.sequencer.decode_batches import chunk_lengths
 from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
-    Entry,
     Iterate,
+    LogEntry,
     PlaceSequence,
     RunQuantum,
 )
@@ -49,7 +49,7 @@ QUANTUM_YIELD_POINTS = 64
 class _QueuedEntry:
     """A log entry in the queues of its ranks."""
 
-    entry: Entry
+    entry: LogEntry
     ranks: tuple[int, ...]
     begun: bool = False
     done: set[int] = field(default_factory=set)

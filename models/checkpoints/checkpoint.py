@@ -18,7 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from csps.models.checkpoints.stored_tensor import StoredTensor, WeightFiles, read_quantization
+from csps.models.checkpoints.stored_tensor import (
+    FLOATS,
+    StoredTensor,
+    WeightFiles,
+    read_quantization,
+)
 from csps.models.network.checkpoint_json import CheckpointError, read_json
 from csps.models.network.parameters import Place, TensorBlock
 
@@ -105,7 +110,7 @@ class Checkpoint:
             step = max(1, READ_ELEMENTS // max(1, into[0].numel()))
             for first in range(block.rows.start, block.rows.stop, step):
                 last = min(first + step, block.rows.stop)
-                part = stored.read((slice(first, last), *across), block.index)
+                part = _read(stored, block, (slice(first, last), *across))
                 into[start : start + len(part)].copy_(part)
                 start += len(part)
 
@@ -138,12 +143,26 @@ class Checkpoint:
             CheckpointError: the tensor has another shape than the configuration asks for.
         """
         stored = self.weights.find(block.tensor)
-        if stored.shape != block.shape:
+        shape = block.shape
+        if _is_transposed(stored, block):
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        if stored.shape != shape:
             raise CheckpointError(
                 f"{self.model_dir}: {block.tensor} has shape {stored.shape}, "
-                f"but config.json asks for {block.shape}"
+                f"but config.json asks for {shape}"
             )
         return stored
+
+
+def _is_transposed(stored: StoredTensor, block: TensorBlock) -> bool:
+    return block.transposed and stored.format in FLOATS
+
+
+def _read(stored: StoredTensor, block: TensorBlock, at: tuple[slice, ...]) -> Tensor:
+    """Return some rows and columns of a block."""
+    if _is_transposed(stored, block):
+        return stored.read(at[::-1], block.index).T
+    return stored.read(at, block.index)
 
 
 def empty(place: Place, dtype: torch.dtype, device: torch.device | str) -> Tensor:

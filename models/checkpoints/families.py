@@ -15,6 +15,7 @@ from csps.models.network.parameters import (
     LayerParameters,
     ModelParameters,
     Place,
+    TensorBlock,
     columns,
     precise,
     rows,
@@ -252,3 +253,75 @@ def _internlm2_qkv(spec: ModelSpec, shard: TpShard, tensor: str, inputs: tuple[i
     shape = ((spec.heads + 2 * spec.kv_heads) * spec.head_dim, *inputs)
     heads = [head_dims(range(slot, slot + 1), spec.head_dim) for slot in slots]
     return tuple(block for head in heads for block in rows(tensor, shape, head))
+
+
+def gemma3_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """Return the places of every parameter that a rank with this shard needs."""
+    places = llama_places(spec, shard)
+    layers = tuple(_gemma3_layer_places(spec, shard, layer) for layer in range(spec.layers))
+    return replace(places, layers=layers, norm=precise(places.norm, 4))
+
+
+def _gemma3_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    prefix = f"model.layers.{layer}."
+    places = llama_layer_places(spec, shard, layer)
+
+    # One is added to the weights of norms before they are rounded.
+    def norm(name: str, dims: int = spec.hidden) -> Place:
+        return precise(whole(f"{prefix}{name}.weight", dims), 4)
+
+    return replace(
+        places,
+        input_norm=norm("input_layernorm"),
+        query_norm=norm("self_attn.q_norm", spec.head_dim),
+        key_norm=norm("self_attn.k_norm", spec.head_dim),
+        attention_post_norm=norm("post_attention_layernorm"),
+        mlp_norm=norm("pre_feedforward_layernorm"),
+        mlp_post_norm=norm("post_feedforward_layernorm"),
+    )
+
+
+def gpt_oss_places(spec: ModelSpec, shard: TpShard) -> ModelParameters[Place]:
+    """Return the places of every parameter that a rank with this shard needs."""
+    layers = tuple(_gpt_oss_layer_places(spec, shard, layer) for layer in range(spec.layers))
+    return replace(llama_places(spec, shard), layers=layers)
+
+
+def _gpt_oss_layer_places(spec: ModelSpec, shard: TpShard, layer: int) -> LayerParameters[Place]:
+    experts, hidden = spec.experts, spec.hidden
+    assert experts is not None, f"{spec.family} has no experts"
+    prefix = f"model.layers.{layer}."
+    mlp, count, width = prefix + "mlp.", experts.count, experts.intermediate
+    own = shard.expert_intermediate
+    # A row of gates and one of ups take turns.
+    pairs = range(2 * own.start, 2 * own.stop)
+    gate_up = TensorBlock(
+        tensor=mlp + "experts.gate_up_proj",
+        shape=(count, 2 * width, hidden),
+        rows=pairs,
+        columns=range(hidden),
+        transposed=True,
+    )
+    down = TensorBlock(
+        tensor=mlp + "experts.down_proj",
+        shape=(count, hidden, width),
+        rows=range(hidden),
+        columns=own,
+        transposed=True,
+    )
+    gate_up_bias, down_bias = (mlp + f"experts.{name}_proj_bias" for name in ("gate_up", "down"))
+    leads = shard.query_heads.start == 0
+    return replace(
+        llama_layer_places(spec, shard, layer),
+        gate_up=None,
+        down=None,
+        sinks=precise(whole(prefix + "self_attn.sinks", spec.heads), 4),
+        experts=ExpertParameters(
+            router=precise(whole(mlp + "router.weight", count, hidden), 8),
+            logit_bias=precise(whole(mlp + "router.bias", count), 4),
+            gate_up=tuple(replace(gate_up, index=expert) for expert in range(count)),
+            down=tuple(replace(down, index=expert) for expert in range(count)),
+            gate_up_bias=columns(gate_up_bias, (count, 2 * width), pairs),
+            down_bias=whole(down_bias, count, hidden) if leads else None,
+        ),
+    )

@@ -12,7 +12,9 @@ import torch
 from csps.models.checkpoints.checkpoint import Checkpoint, empty, memory_dtype, open_checkpoint
 from csps.models.checkpoints.families import (
     expert_places,
+    gemma3_places,
     glm_places,
+    gpt_oss_places,
     internlm2_places,
     llama_places,
     phi3_places,
@@ -36,6 +38,8 @@ _PLACES: Mapping[str, Callable[[ModelSpec, TpShard], ModelParameters[Place]]] = 
     "glm": glm_places,
     "phi3": phi3_places,
     "internlm2": internlm2_places,
+    "gemma3": gemma3_places,
+    "gpt_oss": gpt_oss_places,
 }
 
 

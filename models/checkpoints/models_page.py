@@ -16,13 +16,12 @@ from csps.models.network.spec import ARCHITECTURES, REFUSED, ModelSpec
 _CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 64,
+    "num_hidden_layers": 60,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 8,
     "vocab_size": 8,
-    "max_position_embeddings": 8,
-    "sliding_window": None,
+    "max_position_embeddings": 8192,
     "use_qk_norm": True,
     "rope_parameters": {"llama_4_scaling_beta": 0.1},
 }
@@ -40,9 +39,15 @@ is generated from the code that reads checkpoints
 computed whole, in chunks behind cached KV, and split over tensor-parallel ranks. Tests hold this
 for tiny random checkpoints of every class, made by transformers.
 
-**Features.** All of these models may use all strategies, policies and features: their attention
-sees every earlier token, and everything else is computed token by token. Attention stays exact
-until you have [measured your model](profiling.md).
+**Features.** All of these models may use all strategies, policies and features. Attention stays
+exact until you have [measured your model](profiling.md).
+
+**Sliding windows.** A row of a layer with a window sees the last positions only, its own included.
+In such layers, ranks with own rows (`ulysses`, rings, `levels`, `csa`) fetch the keys that their
+rows reach, and exchange nothing else; ranks with own heads (`sp_tp`, `gathered_weights`) do not ask
+for history out of reach. Sparse attention drops nothing there. While decoding, ranks whose KV is
+out of the window are not asked. KV of all tokens is kept in all layers, so a prefix hit is exact,
+and memory is that of a model without windows.
 
 ## Served
 """
@@ -133,6 +138,11 @@ def _layers(spec: ModelSpec) -> str:
         (spec.post_norms, "norms before and after"),
         (rotated < spec.head_dim, "partial RoPE"),
         (spec.rope.query_growth, "queries scaled by position"),
+        (spec.window, f"a window in {len(spec.windowed)} of {spec.layers} layers"),
+        (spec.windowed_rope, "another RoPE there"),
+        (spec.sinks, "attention sinks"),
+        (spec.activation != "silu", "GeGLU"),
+        (experts is not None and experts.clamped, "clamped gates"),
         (spec.wrapped, "text part of a larger model"),
     ]
     return ", ".join(words for differs, words in found if differs) or "as Llama's"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from csps.models.needle_prompts.filler import filler_of
 from csps.models.needle_prompts.haystack import (
@@ -131,19 +131,3 @@ def _bare(facts: Sequence[Fact]) -> Haystack:
     """Return a haystack of needles only: enough to phrase a question, and to know its length."""
     needles = [Needle(**fact._asdict(), chars=(0, 0), words=(0, 0)) for fact in facts]
     return Haystack(words=(), needles=tuple(needles), tokens=0)
-
-
-def grid(
-    base: NeedleConfig, *, lengths: Sequence[int], depths: int, repeats: int
-) -> Iterator[NeedleConfig]:
-    """Yield a depth x length grid: every length at ``depths`` even depths, ``repeats`` times each.
-
-    Seeds count up from the base's, so no two cells share a text.
-    """
-    seed = base.seed
-    for length in lengths:
-        for step in range(depths):
-            for _ in range(repeats):
-                depth = (step + 0.5) / depths
-                yield replace(base, length=length, depth=depth, seed=seed)
-                seed += 1

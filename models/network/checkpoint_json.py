@@ -12,6 +12,7 @@ Every error names the file and the key.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,6 +189,43 @@ def read_json(path: Path) -> CheckpointJson:
 def read_json_if_present(path: Path) -> CheckpointJson:
     """Read a file as `read_json` does; return an empty object if there is no such file."""
     return read_json(path) if path.exists() else CheckpointJson(path=path, values={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """Sampling parameters that a checkpoint recommends."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    """Return what generation_config.json recommends, as vLLM reads it: `do_sample` says nothing.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
+    config, none = read_json_if_present(model_dir / "generation_config.json"), SamplingDefaults()
+    found = SamplingDefaults(
+        temperature=config.number("temperature", none.temperature),
+        top_p=config.number("top_p", none.top_p),
+        top_k=max(0, config.integer("top_k", none.top_k)),
+        min_p=config.number("min_p", none.min_p),
+        repetition_penalty=config.number("repetition_penalty", none.repetition_penalty),
+    )
+    limits = {
+        "temperature": 0 <= found.temperature < math.inf,
+        "top_p": 0 < found.top_p <= 1,
+        "min_p": 0 <= found.min_p <= 1,
+        "repetition_penalty": 0 < found.repetition_penalty < math.inf,
+    }
+    for name, kept in limits.items():
+        if not kept:
+            raise CheckpointError(f"{config.path}: {name} is out of range")
+    return found
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from csps.models.network.parameters import ExpertParameters
-from csps.models.network.spec import ExpertSpec
+from csps.models.network.spec import Activation, ExpertSpec
 
 _FP64_BITS = 53
 """Bits of the largest integers that fp64 adds without rounding."""
@@ -62,7 +62,7 @@ class Routing:
 
     experts_tk: Tensor
     weights_tk: Tensor
-    """In fp32."""
+    """Weights of their outputs, in fp32."""
 
 
 def route(logits_te: Tensor, bias_e: Tensor | None, spec: ExpertSpec) -> Routing:
@@ -108,22 +108,68 @@ def _largest(values_tn: Tensor, count: int) -> Tensor:
     return values_tn.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
+def gated(gate_up_ni: Tensor, activation: Activation) -> Tensor:
+    """Return ups times the activation of their gates, which come first; may overwrite both."""
+    gate, up = gate_up_ni.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate, inplace=True).mul_(up)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped(gate_up_ni: Tensor, spec: ExpertSpec) -> Tensor:
+    """Return the same for clamped gates and ups, which take turns."""
+    gate, up = gate_up_ni.view(len(gate_up_ni), -1, 2).unbind(dim=-1)
+    gate = gate.clamp(max=spec.limit)
+    activated: Tensor = gate * torch.sigmoid(gate * spec.steepness)
+    return activated.mul_(up.clamp(-spec.limit, spec.limit) + 1)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Weights of a layer's experts, expert by expert."""
+
+    gate_up_eid: Tensor
+    down_edi: Tensor
+    gate_up_bias_ei: Tensor | None
+    down_bias_ed: Tensor | None
+    spec: ExpertSpec
+
+    @classmethod
+    def of(cls, experts: ExpertParameters[Tensor], spec: ExpertSpec, dim: int) -> ExpertWeights:
+        """Return the parameters of one rank as stacks."""
+        count, width = len(experts.router), experts.down.shape[1]
+        return cls(
+            gate_up_eid=experts.gate_up.view(count, 2 * width, dim),
+            down_edi=experts.down.view(count, dim, width),
+            gate_up_bias_ei=experts.gate_up_bias,
+            down_bias_ed=experts.down_bias,
+            spec=spec,
+        )
+
+    def gated(self, gate_up_ni: Tensor) -> Tensor:
+        """Return the activated numbers between the two products."""
+        if self.spec.clamped:
+            return clamped(gate_up_ni, self.spec)
+        return gated(gate_up_ni, "silu")
+
+
 def add_experts(
-    out_td: Tensor, x_td: Tensor, routing: Routing, experts: ExpertParameters[Tensor]
+    out_td: Tensor,
+    x_td: Tensor,
+    routing: Routing,
+    experts: ExpertParameters[Tensor],
+    spec: ExpertSpec,
 ) -> None:
     """Add to each token what its experts compute, times their weights.
 
     Args:
         x_td: the tokens after the norm.
     """
-    count = len(experts.router)
-    width, dim = experts.down.shape[1], x_td.shape[1]
-    gate_up_eid = experts.gate_up.view(count, 2 * width, dim)
-    down_edi = experts.down.view(count, dim, width)
     order_n = routing.experts_tk.flatten().argsort(stable=True)
-    counts_e = torch.bincount(routing.experts_tk.flatten(), minlength=count)
+    counts_e = torch.bincount(routing.experts_tk.flatten(), minlength=len(experts.router))
+    width = experts.down.shape[1]
     add = add_by_groups if has_grouped_products(x_td, width) else add_by_expert
-    add(out_td, x_td, routing, order_n, counts_e, gate_up_eid, down_edi)
+    add(out_td, x_td, routing, order_n, counts_e, ExpertWeights.of(experts, spec, x_td.shape[1]))
 
 
 def has_grouped_products(x_td: Tensor, width: int) -> bool:
@@ -138,8 +184,7 @@ def add_by_expert(
     routing: Routing,
     order_n: Tensor,
     counts_e: Tensor,
-    gate_up_eid: Tensor,
-    down_edi: Tensor,
+    weights: ExpertWeights,
 ) -> None:
     """Add what experts compute, one after the other; see `add_experts`.
 
@@ -155,8 +200,12 @@ def add_by_expert(
         if start == stop:
             continue
         tokens = tokens_n[start:stop]
-        gate, up = F.linear(x_td[tokens], gate_up_eid[expert]).chunk(2, dim=-1)
-        result = F.linear(F.silu(gate, inplace=True).mul_(up), down_edi[expert])
+        gate_up_bias, down_bias = (
+            None if bias is None else bias[expert]
+            for bias in (weights.gate_up_bias_ei, weights.down_bias_ed)
+        )
+        gate_up_ni = F.linear(x_td[tokens], weights.gate_up_eid[expert], gate_up_bias)
+        result = F.linear(weights.gated(gate_up_ni), weights.down_edi[expert], down_bias)
         sum_td.index_add_(0, tokens, result.to(sum_td.dtype).mul_(weights_n1[start:stop]))
     if sum_td is not out_td:
         out_td.copy_(sum_td)
@@ -168,8 +217,7 @@ def add_by_groups(
     routing: Routing,
     order_n: Tensor,
     counts_e: Tensor,
-    gate_up_eid: Tensor,
-    down_edi: Tensor,
+    weights: ExpertWeights,
 ) -> None:
     """Add what experts compute, all in one product; arguments as `add_by_expert`.
 
@@ -177,9 +225,13 @@ def add_by_groups(
     """
     ends_e = counts_e.cumsum(0).to(torch.int32)
     per_token = routing.experts_tk.shape[1]
-    gate_up_ni = F.grouped_mm(x_td[order_n // per_token], gate_up_eid.mT, offs=ends_e)
-    gate_ni, up_ni = gate_up_ni.chunk(2, dim=-1)
-    sorted_nd = F.grouped_mm(F.silu(gate_ni).mul_(up_ni), down_edi.mT, offs=ends_e)
+    experts_n = routing.experts_tk.flatten()[order_n]
+    gate_up_ni = F.grouped_mm(x_td[order_n // per_token], weights.gate_up_eid.mT, offs=ends_e)
+    if weights.gate_up_bias_ei is not None:
+        gate_up_ni = gate_up_ni + weights.gate_up_bias_ei[experts_n]
+    sorted_nd = F.grouped_mm(weights.gated(gate_up_ni), weights.down_edi.mT, offs=ends_e)
+    if weights.down_bias_ed is not None:
+        sorted_nd = sorted_nd + weights.down_bias_ed[experts_n]
     results_nd = torch.empty_like(sorted_nd)
     results_nd[order_n] = sorted_nd
     weights_tk1 = routing.weights_tk[..., None]

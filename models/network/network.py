@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csps.models.network.experts import add_experts, route, row_products, summable
+from csps.models.network.experts import add_experts, gated, route, row_products, summable
 from csps.models.network.parameters import ExpertParameters, LayerParameters, ModelParameters
 from csps.models.network.rope import Rotary, rotary_at, rotate
 from csps.models.network.spec import ModelSpec, TpShard
@@ -44,6 +44,8 @@ class Layer:
     shard: TpShard
     weights: LayerParameters[Tensor]
     all_reduce: AllReduce | None
+    windowed: bool = False
+    """True if it is one of the layers with a window."""
 
     def qkv(self, x_td: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values of this rank's heads, rotated to their positions.
@@ -55,6 +57,8 @@ class Layer:
         Returns:
             q_thd, k_thd, v_thd: contiguous, in the dtype of `x_td`.
         """
+        if self.windowed and rotary.windowed is not None:
+            rotary = rotary.windowed
         tokens, head_dim = x_td.shape[0], self.spec.head_dim
         heads, kv_heads = len(self.shard.query_heads), len(self.shard.kv_heads)
         q_thd = x_td.new_empty(tokens, heads, head_dim)
@@ -129,7 +133,7 @@ class Layer:
         return x_td + self._biased_and_normed(sum_td, bias_d, post_norm_d)
 
     def mlp(self, x_td: Tensor) -> Tensor:
-        """Compute norm, SwiGLU MLP or experts, and residual; sum over the TP group."""
+        """Compute norm, gated MLP or experts, and residual; sum over the TP group."""
         weights, out_td = self.weights, torch.empty_like(x_td)
         with_residual = self._with_residual(weights.mlp_post_norm)
         for block in _blocks(x_td, EXPERT_BLOCK_TOKENS if weights.experts else None):
@@ -145,8 +149,8 @@ class Layer:
         if weights.gate_up is None or weights.down is None:
             out_td.zero_() if residual_td is None else out_td.copy_(residual_td)
             return
-        gate, up = F.linear(normed_td, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        activated = F.silu(gate, inplace=True).mul_(up)
+        gate_up = F.linear(normed_td, weights.gate_up, weights.gate_up_bias)
+        activated = gated(gate_up, self.spec.activation)
         self._add_product(residual_td, activated, weights.down, out_td)
 
     def _add_experts(
@@ -155,8 +159,10 @@ class Layer:
         """Add this rank's part of the experts."""
         assert self.spec.experts is not None, "experts without a spec"
         logits_te = row_products(normed_td, experts.router)
+        if experts.logit_bias is not None:
+            logits_te += experts.logit_bias
         routing = route(logits_te, experts.router_bias, self.spec.experts)
-        add_experts(out_td, normed_td, routing, experts)
+        add_experts(out_td, normed_td, routing, experts, self.spec.experts)
 
     def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
         """Return these heads' rows of the fused weight, or entries of its bias."""
@@ -234,23 +240,31 @@ class Network:
                 Layer(
                     spec=spec,
                     shard=shard,
-                    weights=_with_summable_router(weights),
+                    weights=_ready(weights, spec),
                     all_reduce=all_reduce,
+                    windowed=index in spec.windowed,
                 )
-                for weights in parameters.layers
+                for index, weights in enumerate(parameters.layers)
             ),
             embedding_vd=parameters.embedding,
-            norm_d=parameters.norm,
+            norm_d=parameters.norm.add_(1) if spec.norms_add_one else parameters.norm,
             head_vd=head,
         )
 
     def rotary(self, positions_t: Tensor) -> Rotary:
         """Return the rotation of tokens at these positions, for all layers of one forward pass."""
-        return rotary_at(self.spec.rope, positions_t, self.embedding_vd.dtype)
+        dtype, near = self.embedding_vd.dtype, self.spec.windowed_rope
+        rotary = rotary_at(self.spec.rope, positions_t, dtype)
+        if near is None:
+            return rotary
+        return replace(rotary, windowed=rotary_at(near, positions_t, dtype))
 
     def embed(self, token_ids_t: Tensor) -> Tensor:
         """Return the residual stream before the first layer, (t, hidden)."""
-        return F.embedding(token_ids_t, self.embedding_vd)
+        x_td = F.embedding(token_ids_t, self.embedding_vd)
+        scale = self.spec.embedding_scale
+        # The factor is rounded to the dtype first, as in training.
+        return x_td if scale == 1.0 else x_td * torch.tensor(scale, dtype=x_td.dtype)
 
     def logits(self, x_td: Tensor) -> Tensor:
         """Apply final norm and head: fp32 logits over the whole vocabulary, on every rank."""
@@ -258,7 +272,11 @@ class Network:
         return F.linear(normed_td, self.head_vd).float()
 
 
-def _with_summable_router(weights: LayerParameters[Tensor]) -> LayerParameters[Tensor]:
+def _ready(weights: LayerParameters[Tensor], spec: ModelSpec) -> LayerParameters[Tensor]:
+    """Return a layer's weights as they are computed with."""
+    if spec.norms_add_one:
+        for norm_d in weights.norms:
+            norm_d.add_(1)
     if (experts := weights.experts) is None:
         return weights
     return replace(weights, experts=replace(experts, router=summable(experts.router)))
@@ -266,6 +284,8 @@ def _with_summable_router(weights: LayerParameters[Tensor]) -> LayerParameters[T
 
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """Apply a root-mean-square norm over the last dim, computed in fp32."""
+    if weight_d.dtype != x.dtype:  # kept in fp32, to be applied before the result is rounded
+        return F.rms_norm(x.to(weight_d.dtype), weight_d.shape, weight_d, eps).to(x.dtype)
     if x.dtype != torch.float32 or x.device.type != "cpu":
         return F.rms_norm(x, weight_d.shape, weight_d, eps)
     # The vector norm needs no square of `x` in memory: half the time of `F.rms_norm` on a CPU.

@@ -25,6 +25,8 @@ class TensorBlock:
     """Number of the matrix, where the stored tensor is a stack of them."""
     least_bytes: int = 0
     """Bytes of a number in memory, if the serving dtype has fewer: 4 or 8."""
+    transposed: bool = False
+    """True if files that hold floats have the columns of each matrix as rows."""
 
 
 Place = tuple[TensorBlock, ...]
@@ -38,11 +40,18 @@ class ExpertParameters(Generic[T]):
     router: T
     """A row for each expert, in fp64."""
     gate_up: T
-    """The experts one below the other, each its gates, then its ups."""
+    """The experts one below the other, each its gates, then its ups; if gates are clamped, a gate
+    and an up take turns."""
     down: T
     """The experts one below the other."""
     router_bias: T | None = None
     """Correction of the experts' scores when they are chosen, in fp32."""
+    logit_bias: T | None = None
+    """Bias of the expert router's logits, in fp32."""
+    gate_up_bias: T | None = None
+    """A row for each expert, in the order of its gates and ups."""
+    down_bias: T | None = None
+    """A row for each expert, on the first rank of a tensor-parallel group alone."""
 
     def map(self, convert: Callable[[T], U]) -> "ExpertParameters[U]":
         """Return the same list with each entry converted."""
@@ -78,6 +87,15 @@ class LayerParameters(Generic[T]):
     """Norm of attention's output before the residual is added."""
     mlp_post_norm: T | None = None
     """Norm of the MLP's output before the residual is added."""
+    sinks: T | None = None
+    """Logit of each query head's attention sink, of all heads on every rank, in fp32."""
+
+    @property
+    def norms(self) -> Iterator[T]:
+        """Yield the weights of all norms."""
+        post = (self.attention_post_norm, self.mlp_post_norm)
+        found = (self.input_norm, self.mlp_norm, self.query_norm, self.key_norm, *post)
+        return (norm for norm in found if norm is not None)
 
     def map(self, convert: Callable[[T], U]) -> "LayerParameters[U]":
         """Return the same list with each entry converted."""

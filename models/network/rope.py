@@ -53,6 +53,8 @@ class Rotary:
     interleaved: bool
     query_scale_t11: Tensor | None = None
     """Factor on rotated queries; None is 1."""
+    windowed: Rotary | None = None
+    """Rotation in layers with a window, if it is another one."""
 
     def __getitem__(self, tokens: slice) -> Rotary:
         """Return the rotation of some of the tokens."""
@@ -62,6 +64,7 @@ class Rotary:
             sin_t1r=self.sin_t1r[tokens],
             interleaved=self.interleaved,
             query_scale_t11=None if scale_t11 is None else scale_t11[tokens],
+            windowed=None if self.windowed is None else self.windowed[tokens],
         )
 
 

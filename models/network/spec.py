@@ -4,7 +4,8 @@ Everything above `models/` works on a `ModelSpec`. Only this file and `checkpoin
 the names that a model family uses.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from csps.models.network.checkpoint_json import (
     read_json,
 )
 from csps.models.network.rope import RopeSpec, read_rope, scaled_max_positions
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Function of gates: SiLU, or GELU by its tanh form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,14 @@ class ExpertSpec:
     groups: int = 1
     """Groups of neighboring experts; only those of the best groups are chosen."""
     groups_per_token: int = 1
+    clamped: bool = False
+    """True if gates and ups are clamped, as in gpt-oss."""
+    limit: float = 7.0
+    """Largest number that clamped gates and ups may have."""
+    steepness: float = 1.702
+    """Factor inside the sigmoid of clamped gates."""
+    biases: bool = False
+    """True if the expert router and the experts have biases."""
 
     def __post_init__(self) -> None:
         sizes = ("count", "per_token", "intermediate", "groups", "groups_per_token")
@@ -98,12 +110,31 @@ class ModelSpec:
     """True if attention and MLP are normalized again before the residual is added."""
     wrapped: bool = False
     """True if the checkpoint is of a larger model, of which this is the text part."""
+    window: int | None = None
+    """Positions that windowed layers see, the query's own included; None: no layer has a window."""
+    windowed: frozenset[int] = frozenset()
+    """Layers with the window, and with `windowed_rope`."""
+    windowed_rope: RopeSpec | None = None
+    """Rotation in these layers; None: as in the others."""
+    sinks: bool = False
+    """True if each query head has an attention sink: a logit that takes probability and adds no
+    value."""
+    activation: Activation = "silu"
+    """Function of an MLP's gates."""
+    norms_add_one: bool = False
+    """True if the weights of norms are stored without the one that is added to them."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings."""
+    query_scalar: float | None = None
+    """Number whose inverse root scales the attention logits; None: the head dim."""
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
         for name in (*sizes, "max_positions"):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.window is not None and self.window < 1:
+            raise CheckpointError(f"the sliding window must be at least 1, not {self.window}")
         if self.heads % self.kv_heads:
             raise CheckpointError(
                 f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly"
@@ -112,7 +143,16 @@ class ModelSpec:
     @property
     def scale(self) -> float:
         """Factor on the attention logits."""
-        return float(self.head_dim**-0.5)
+        return float((self.query_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def near_layers(self) -> frozenset[int]:
+        """Layers that see a window only."""
+        return frozenset() if self.window is None else self.windowed
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the positions that a layer sees; None for all."""
+        return self.window if layer in self.windowed else None
 
     def experts_of(self, layer: int) -> ExpertSpec | None:
         """Return the experts of a layer; None if it has one MLP for all tokens."""
@@ -222,25 +262,23 @@ def _llama(config: CheckpointJson) -> ModelSpec:
 
 
 def _mistral(config: CheckpointJson) -> ModelSpec:
-    positions = 131_072
-    _refuse_window(config, positions, default_window=4096)
-    return _spec(config, "mistral", default_kv_heads=8, default_positions=positions)
+    spec = _spec(config, "mistral", default_kv_heads=8, default_positions=131_072)
+    return _with_window(config, spec, default_window=4096)
 
 
 def _ministral3(config: CheckpointJson) -> ModelSpec:
-    positions = 262_144
-    _refuse_window(config, positions)
     if not (config.has("rope_parameters") or config.has("rope_scaling")):
         raise CheckpointError(f"{config.path}: rope_parameters is missing")
-    return _spec(
+    spec = _spec(
         config,
         "ministral3",
         default_head_dim=128,
         default_kv_heads=8,
-        default_positions=positions,
+        default_positions=262_144,
         default_eps=1e-5,
         growing_queries=True,
     )
+    return _with_window(config, spec)
 
 
 def _mistral3(config: CheckpointJson) -> ModelSpec:
@@ -258,14 +296,13 @@ def _mistral3(config: CheckpointJson) -> ModelSpec:
 
 
 def _qwen2(config: CheckpointJson) -> ModelSpec:
-    _refuse_sliding_layers(config)
-    return _spec(config, "qwen2", qkv_bias=True, default_positions=32_768)
+    spec = _spec(config, "qwen2", qkv_bias=True, default_positions=32_768)
+    return _with_windowed_layers(config, spec)
 
 
 def _qwen3(config: CheckpointJson) -> ModelSpec:
-    _refuse_sliding_layers(config)
     bias = config.flag("attention_bias", False)
-    return _spec(
+    spec = _spec(
         config,
         "qwen3",
         qkv_bias=bias,
@@ -274,17 +311,17 @@ def _qwen3(config: CheckpointJson) -> ModelSpec:
         default_head_dim=128,
         default_positions=32_768,
     )
+    return _with_windowed_layers(config, spec)
 
 
 def _qwen3_moe(config: CheckpointJson) -> ModelSpec:
-    _refuse_sliding_layers(config)
     bias = config.flag("attention_bias", False)
     step = config.integer("decoder_sparse_step", 1)
     if step < 1:
         raise CheckpointError(f"{config.path}: decoder_sparse_step must be at least 1, not {step}")
     layers = range(config.integer("num_hidden_layers"))
     dense = config.integers("mlp_only_layers")
-    return _spec(
+    spec = _spec(
         config,
         "qwen3_moe",
         qkv_bias=bias,
@@ -302,16 +339,17 @@ def _qwen3_moe(config: CheckpointJson) -> ModelSpec:
             normalized=config.flag("norm_topk_prob", False),
         ),
     )
+    if not config.flag("use_sliding_window", False):
+        return spec
+    return _with_window(config, spec, default_window=4096)
 
 
 def _mixtral(config: CheckpointJson) -> ModelSpec:
-    positions = 131_072
-    _refuse_window(config, positions)
-    return _spec(
+    spec = _spec(
         config,
         "mixtral",
         default_kv_heads=8,
-        default_positions=positions,
+        default_positions=131_072,
         default_eps=1e-5,
         default_theta=1e6,
         experts=ExpertSpec(
@@ -320,6 +358,7 @@ def _mixtral(config: CheckpointJson) -> ModelSpec:
             intermediate=config.integer("intermediate_size"),
         ),
     )
+    return _with_window(config, spec)
 
 
 def _glm4_moe(config: CheckpointJson) -> ModelSpec:
@@ -368,9 +407,108 @@ def _glm4(config: CheckpointJson) -> ModelSpec:
 
 
 def _phi3(config: CheckpointJson) -> ModelSpec:
-    positions = 4096
-    _refuse_window(config, positions)
-    return _spec(config, "phi3", default_positions=positions, default_eps=1e-5)
+    spec = _spec(config, "phi3", default_positions=4096, default_eps=1e-5)
+    return _with_window(config, spec)
+
+
+_GEMMA3_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+"""Values that files of wrapped models leave out."""
+
+
+def _gemma3(config: CheckpointJson) -> ModelSpec:
+    given = {key: value for key, value in config.values.items() if value is not None}
+    config = replace(config, values={**_GEMMA3_DEFAULTS, **given})
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.values.get(key):
+            raise UnsupportedModelError(f"{config.path}: {key} is not supported")
+    ropes = config.object("rope_parameters")
+    full, near = ropes.object("full_attention"), ropes.object("sliding_attention")
+    of_full = replace(config, values={**config.values, "rope_parameters": full.values})
+    theta = near.number("rope_theta", config.number("rope_local_base_freq", 10_000.0))
+    spec = _spec(
+        of_full if ropes.has("full_attention") else config,
+        "gemma3",
+        activation="gelu_tanh",
+        qkv_bias=config.flag("attention_bias", False),
+        output_bias=config.flag("attention_bias", False),
+        qk_norm=True,
+        default_positions=131_072,
+        default_theta=1e6,
+    )
+    # The file's scaling is that of layers without a window.
+    near = replace(near, values={**near.values, "rope_theta": theta})
+    of_near = {"rope_parameters": near.values}
+    spec = replace(
+        spec,
+        post_norms=True,
+        norms_add_one=True,
+        embedding_scale=math.sqrt(spec.hidden),
+        query_scalar=config.number("query_pre_attn_scalar", 256.0),
+        windowed_rope=read_rope(
+            replace(config, values=of_near),
+            head_dim=spec.head_dim,
+            max_positions=spec.max_positions,
+        ),
+    )
+    every = config.integer("sliding_window_pattern", 6)
+    near_layers = {layer for layer in range(spec.layers) if (layer + 1) % every}
+    layers = _sliding_layers(config, near_layers)
+    return _with_window(config, spec, default_window=4096, layers=layers)
+
+
+def _gemma3_wrapped(config: CheckpointJson) -> ModelSpec:
+    text = config.object("text_config")
+    tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", True))
+    return replace(_gemma3(text), wrapped=True, tie_embeddings=tied)
+
+
+_GPT_OSS_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(config: CheckpointJson) -> ModelSpec:
+    if not (config.has("rope_parameters") or config.has("rope_scaling")):
+        config = replace(config, values={**config.values, "rope_parameters": _GPT_OSS_ROPE})
+    bias = config.flag("attention_bias", True)
+    spec = _spec(
+        config,
+        "gpt_oss",
+        qkv_bias=bias,
+        output_bias=bias,
+        default_head_dim=64,
+        default_kv_heads=8,
+        default_positions=131_072,
+        default_eps=1e-5,
+        default_theta=150_000.0,
+        experts=ExpertSpec(
+            count=config.integer("num_local_experts", config.integer("num_experts", 128)),
+            per_token=config.integer("num_experts_per_tok", config.integer("experts_per_token", 4)),
+            intermediate=config.integer("intermediate_size"),
+            clamped=True,
+            limit=config.number("swiglu_limit", 7.0),
+            steepness=config.number("swiglu_alpha", 1.702),
+            biases=True,
+        ),
+    )
+    spec = replace(spec, sinks=True)
+    every_other = set(range(0, spec.layers, 2))
+    layers = _sliding_layers(config, every_other)
+    return _with_window(config, spec, default_window=128, layers=layers)
 
 
 def _internlm2(config: CheckpointJson) -> ModelSpec:
@@ -394,11 +532,13 @@ def _spec(
     partial_rotary: float = 1.0,
     interleaved_rotary: bool = False,
     growing_queries: bool = False,
+    activation: Activation = "silu",
     experts: ExpertSpec | None = None,
 ) -> ModelSpec:
     """Return a spec from the keys that all families share; defaults are those of transformers."""
-    if (activation := config.text("hidden_act", "silu")) != "silu":
-        raise UnsupportedModelError(f"{config.path}: activation {activation!r} is not supported")
+    key, expected = _ACTIVATIONS[activation]
+    if (named := config.text(key, expected)) != expected:
+        raise UnsupportedModelError(f"{config.path}: activation {named!r} is not supported")
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", default_head_dim or hidden // max(heads, 1))
     positions = config.integer("max_position_embeddings", default_positions)
@@ -430,8 +570,16 @@ def _spec(
         qk_norm=qk_norm,
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=read_eos_token_ids(config.path.parent),
+        activation=activation,
         experts=experts,
     )
+
+
+_ACTIVATIONS: Mapping[Activation, tuple[str, str]] = {
+    "silu": ("hidden_act", "silu"),
+    "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
+}
+"""Key and value that name the activation of a family's MLPs."""
 
 
 def _exact_positions(config: CheckpointJson, positions: int) -> int:
@@ -445,41 +593,45 @@ def _exact_positions(config: CheckpointJson, positions: int) -> int:
     return min(positions, chunks.integer("chunk_size") - chunks.integer("local_size"))
 
 
-def _refuse_sliding_layers(config: CheckpointJson) -> None:
-    """Raise if any layer uses the sliding window; Qwen names one that mostly no layer uses."""
-    no_window = config.values.get("sliding_window", 4096) is None
-    if no_window or not config.flag("use_sliding_window", False):
-        return
-    layers = config.integer("num_hidden_layers")
-    if config.has("layer_types"):
-        slides = "sliding_attention" in config.texts("layer_types")
-    else:
-        slides = config.integer("max_window_layers", 28) < layers
-    if slides:
-        raise _sliding_window(config)
+def _with_windowed_layers(config: CheckpointJson, spec: ModelSpec) -> ModelSpec:
+    """Return a spec with Qwen's window, which most files name and no layer uses."""
+    if not config.flag("use_sliding_window", False):
+        return spec
+    last = range(config.integer("max_window_layers", 28), spec.layers)
+    return _with_window(config, spec, default_window=4096, layers=_sliding_layers(config, last))
 
 
-def _refuse_window(
-    config: CheckpointJson, default_positions: int, default_window: int | None = None
-) -> None:
-    """Raise if there is a window that is shorter than the context.
+def _sliding_layers(config: CheckpointJson, default: Collection[int]) -> Collection[int]:
+    """Return the layers that config.json lists as windowed, or else the family's."""
+    if not config.has("layer_types"):
+        return default
+    kinds = config.texts("layer_types")
+    if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        raise UnsupportedModelError(f"{config.path}: {unknown[0]} layers are not supported")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+
+def _with_window(
+    config: CheckpointJson,
+    spec: ModelSpec,
+    *,
+    default_window: int | None = None,
+    layers: Collection[int] | None = None,
+) -> ModelSpec:
+    """Return a spec with the sliding window of config.json, unless it is as long as the context.
 
     Args:
         default_window: the family's if config.json has none; null is none.
+        layers: layers with the window; None for all.
     """
-    window = config.values.get("sliding_window", default_window)
-    if window is None:
-        return
-    positions = config.integer("max_position_embeddings", default_positions)
-    if config.integer("sliding_window", default_window) < positions:
-        raise _sliding_window(config)
-
-
-def _sliding_window(config: CheckpointJson) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{config.path}: sliding-window attention is not supported "
-        "(model_overrides: {sliding_window: null} attends to the whole context instead)"
-    )
+    if config.values.get("sliding_window", default_window) is not None:
+        window = config.integer("sliding_window", default_window)
+        if window < spec.max_positions:
+            spec = replace(spec, window=window)
+    # Without a window, such layers may still have a rotation of their own.
+    if spec.window is None and spec.windowed_rope is None:
+        return spec
+    return replace(spec, windowed=frozenset(range(spec.layers) if layers is None else layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -493,33 +645,28 @@ class ServedArchitecture:
     """What of it is refused, or differs from transformers."""
 
 
-_WINDOWS = "a sliding window shorter than the context is refused"
 _CHUNKS = "with dual chunk attention, the context ends with the first chunk"
 
 ARCHITECTURES: Mapping[str, ServedArchitecture] = {
     "LlamaForCausalLM": ServedArchitecture(read=_llama, models="Llama 2, 3, 3.1, 3.3"),
     "MistralForCausalLM": ServedArchitecture(
-        read=_mistral, models="Mistral 7B v0.2 and later, Nemo, Small 2", limits=_WINDOWS
+        read=_mistral, models="Mistral 7B (v0.1 has a window), Nemo, Small 2"
     ),
-    "Ministral3ForCausalLM": ServedArchitecture(
-        read=_ministral3, models="Ministral 3 (text)", limits=_WINDOWS
-    ),
+    "Ministral3ForCausalLM": ServedArchitecture(read=_ministral3, models="Ministral 3 (text)"),
     "Mistral3ForConditionalGeneration": ServedArchitecture(
         read=_mistral3,
         models="Mistral Small 3.1, 3.2, Ministral 3",
-        limits=f"text only; {_WINDOWS}",
+        limits="text only",
     ),
-    "MixtralForCausalLM": ServedArchitecture(
-        read=_mixtral, models="Mixtral 8x7B, 8x22B", limits=_WINDOWS
-    ),
+    "MixtralForCausalLM": ServedArchitecture(read=_mixtral, models="Mixtral 8x7B, 8x22B"),
     "Qwen2ForCausalLM": ServedArchitecture(
-        read=_qwen2, models="Qwen2, Qwen2.5, Qwen2.5-1M", limits=f"{_WINDOWS}; {_CHUNKS}"
+        read=_qwen2, models="Qwen2, Qwen2.5, Qwen2.5-1M", limits=_CHUNKS
     ),
-    "Qwen3ForCausalLM": ServedArchitecture(read=_qwen3, models="Qwen3", limits=_WINDOWS),
+    "Qwen3ForCausalLM": ServedArchitecture(read=_qwen3, models="Qwen3"),
     "Qwen3MoeForCausalLM": ServedArchitecture(
         read=_qwen3_moe,
         models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
-        limits=f"{_WINDOWS}; {_CHUNKS}",
+        limits=_CHUNKS,
     ),
     "GlmForCausalLM": ServedArchitecture(read=_glm, models="GLM-4-9B-Chat, GLM-4-9B-Chat-1M (hf)"),
     "Glm4ForCausalLM": ServedArchitecture(read=_glm4, models="GLM-4-0414, GLM-Z1"),
@@ -531,21 +678,26 @@ ARCHITECTURES: Mapping[str, ServedArchitecture] = {
     "Phi3ForCausalLM": ServedArchitecture(
         read=_phi3,
         models="Phi-3, Phi-3.5-mini, Phi-4-mini, Phi-4",
-        limits=f"{_WINDOWS}; LongRoPE's long factors serve prompts of all lengths, the short ones "
+        limits="LongRoPE's long factors serve prompts of all lengths, the short ones "
         "if `max_position_embeddings` is overridden with the original context",
     ),
     "InternLM2ForCausalLM": ServedArchitecture(read=_internlm2, models="InternLM2, InternLM2.5-1M"),
+    "Gemma3ForCausalLM": ServedArchitecture(read=_gemma3, models="Gemma 3 1B"),
+    "Gemma3ForConditionalGeneration": ServedArchitecture(
+        read=_gemma3_wrapped, models="Gemma 3 4B, 12B, 27B", limits="text only"
+    ),
+    "GptOssForCausalLM": ServedArchitecture(
+        read=_gpt_oss,
+        models="gpt-oss-20b, gpt-oss-120b",
+        limits="answers contain the channels of its harmony format as text",
+    ),
 }
 
-_GEMMA = "five of six of its layers have a sliding window"
 _LLAMA4 = "it attends within chunks, and some of its layers know no positions"
 _DELTA = "three of four of its layers have a recurrent state (Gated DeltaNet) in place of KV"
 _LATENT = "its KV is latent (MLA)"
 
 REFUSED: Mapping[str, str] = {
-    "Gemma3ForCausalLM": _GEMMA,
-    "Gemma3ForConditionalGeneration": _GEMMA,
-    "GptOssForCausalLM": "half of its layers have a sliding window, and all have attention sinks",
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,
     "Qwen3NextForCausalLM": _DELTA,

@@ -25,6 +25,23 @@ from csps.models.network.checkpoint_json import (
 from csps.models.tokenizers.tokenizer import special_tokens
 
 
+class RawJson(dict[str, Any]):
+    """A JSON object that `tojson` writes as its author did.
+
+    A conversation contains what the model wrote in it. Written otherwise, with other blanks, it
+    would be another prompt for the prefix cache.
+    """
+
+    def __init__(self, raw: str) -> None:
+        try:
+            values = json.loads(raw)
+        except (ValueError, RecursionError):
+            values = None
+        # What a model wrote wrongly comes back as well: refusing it would end the conversation.
+        super().__init__(values if isinstance(values, dict) else {})
+        self.raw = raw or "{}"
+
+
 class ChatTemplate:
     """A compiled chat template with its checkpoint's special tokens.
 
@@ -35,9 +52,21 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
+        self.source = source
         self._special = dict(special)
+
+    def by(self, source: str) -> "ChatTemplate":
+        """Return another template with the same special tokens.
+
+        Raises:
+            InvalidTextError: it is not Jinja.
+        """
+        try:
+            return ChatTemplate(source, self._special)
+        except CheckpointError as error:
+            raise InvalidTextError(str(error)) from error
 
     def render(
         self,
@@ -51,32 +80,78 @@ class ChatTemplate:
 
         Args:
             messages: `role`, `content` and whatever else the template reads, as JSON data; keys
-                that are None count as absent.
+                that are None count as absent. Templates see the arguments of tool calls as objects
+                (`RawJson`).
             add_generation_prompt: ends with the start of the assistant's answer.
             variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             InvalidTextError: the template refuses the messages, or fails on them.
         """
-        present = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        values = {**self._special, **variables, "messages": present, "documents": None}
+        values = {
+            "documents": None,
+            **self._special,
+            **variables,
+            "messages": [_present(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                **values, tools=tools, add_generation_prompt=add_generation_prompt
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            return self._template.render(values)
+        except _FAILURES as error:
             raise InvalidTextError(f"the chat template rejects the messages: {error}") from error
 
 
-def read_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """Return the checkpoint's template, or None; chat_template.jinja wins over the
-    configuration."""
-    file = model_dir / "chat_template.jinja"
-    if file.exists():
-        source: str | None = file.read_text(encoding="utf-8")
+_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors with which a template may fail, one that a client wrote included."""
+
+
+def _present(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates see it."""
+    present = {key: value for key, value in message.items() if value is not None}
+    if calls := present.get("tool_calls"):
+        present["tool_calls"] = [_with_arguments(call) for call in calls]
+    return present
+
+
+def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function", {})
+    if not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": RawJson(function["arguments"])}}
+
+
+def read_chat_template(model_dir: Path, given: str | None = None) -> ChatTemplate | None:
+    """Return the checkpoint's template, or None; chat_template.jinja wins over the configuration.
+
+    Args:
+        given: file with a template that replaces the checkpoint's.
+
+    Raises:
+        CheckpointError: the given file cannot be read.
+    """
+    file = model_dir / "chat_template.jinja" if given is None else Path(given)
+    if given is not None or file.exists():
+        source: str | None = _text(file)
     else:
         source = _configured_template(read_json_if_present(model_dir / "tokenizer_config.json"))
     return None if source is None else ChatTemplate(source, special_tokens(model_dir))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"cannot read the chat template {file}: {why}") from None
 
 
 def _configured_template(config: CheckpointJson) -> str | None:
@@ -119,6 +194,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON as it is; Jinja's own filter escapes HTML, which a prompt must not contain."""
+    if isinstance(value, RawJson):
+        return value.raw
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

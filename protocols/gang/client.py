@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from csps.protocols.core.errors import ConfigError, ConnectionLost, DeadlineExceeded
@@ -19,6 +20,7 @@ from csps.protocols.gang.members import (
 from csps.protocols.gang.messages import Attach, RankDescription, RankStats
 from csps.protocols.rpc.client import RpcClient
 from csps.protocols.rpc.schema import pack, unpack
+from csps.protocols.rpc.tls import Tls
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,7 +67,7 @@ class GangClient:
         """True if the gang was given up because a rank is silent or hangs. Its processes may look
         healthy to others."""
 
-    async def connect(self, *, secret: bytes, router_id: str) -> None:
+    async def connect(self, *, secret: bytes, router_id: str, tls: Tls | None = None) -> None:
         """Open a connection to every rank; all or none.
 
         Raises:
@@ -73,7 +75,7 @@ class GangClient:
         """
         self._router_id = router_id
         try:
-            await together(self._open(address, secret) for address in self.members.ranks)
+            await together(self._open(address, secret, tls) for address in self.members.ranks)
         except BaseException:
             self.disconnect("connecting failed")
             raise
@@ -127,7 +129,7 @@ class GangClient:
     def _attach_message(self, generation: int) -> dict[str, Any]:
         return pack(Attach(router_id=self._router_id, generation=generation))
 
-    async def _open(self, address: RankAddress, secret: bytes) -> None:
+    async def _open(self, address: RankAddress, secret: bytes, tls: Tls | None) -> None:
         rank = address.rank
         try:
             client = await RpcClient.connect(
@@ -136,9 +138,8 @@ class GangClient:
                 secret=secret,
                 name=self._router_id,
                 deadline_s=self._deadline_s,
-                on_notification=lambda method, payload: self._on_notification(
-                    self, rank, method, payload
-                ),
+                on_notification=partial(self._on_notification, self, rank),
+                tls=tls,
             )
         except DeadlineExceeded:
             self.given_up = True

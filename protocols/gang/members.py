@@ -51,7 +51,7 @@ KEEP_ALIVE_S = 1.0
 """Time between two `keep_alive` notifications of the present router, each with a ping."""
 LATE_PINGS = 2
 """Unanswered pings that a rank may have and still count as answering; with more of them, requests
-may wait for it in vain."""
+may wait in vain for it."""
 SILENT_PINGS = 4
 """Unanswered pings after which the router gives a gang up: four to five seconds of silence.
 

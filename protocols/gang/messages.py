@@ -14,13 +14,18 @@ span         token positions of one sequence, from a first to a last one with a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from csps.protocols.core.errors import CspsError, RequestError, from_wire
 from csps.protocols.core.placement import KvSlice, Span
+
+Notify = Callable[[str, Any], None]
+"""Function that a rank calls, from any thread, with a notification's name and message; the router
+gets them in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,12 @@ class Sampling:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer: ends of sequence included, unless the request ignores them."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Tokens of which the answer consists; empty: any."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer must not contain."""
+    grammar: str = ""
+    """Grammar that the answer follows (`models.tokenizers.grammar`); empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,17 +285,18 @@ class FirstTokenSampler:
 # --- to decode ranks -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReserveKv:
+class ReserveKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`reserve`: reserve KV slots and expect the prompt's KV from a prefill gang.
 
     With `prompt`, the sequence computes its prompt in its decode batch (piggybacked prefill).
     """
 
     sequence_id: int
-    epoch: str
+    epoch: str = ""
+    """Name of the link over which the prompt's KV comes (`ConnectKv`)."""
     slices: tuple[KvSlice, ...]
-    """Placement of the whole prompt's KV over the gang's instances.
+    """Placement of the whole prompt's KV over the gang's instances. Empty if nothing is decoded:
+    the only token is sampled by a step, and no rank is asked.
 
     Slices with a source are resident already, and are the prompt's beginning. An instance without
     any other slice does not report that KV was received.
@@ -315,7 +327,7 @@ class ReserveKv:
     (`CsaPlan.decode_kept_only`)."""
     retain: bool = False
     """True if its KV stays when the answer ends, until `retain`, `evict` or `cancel`."""
-    trace: dict[str, str] = field(default_factory=dict)
+    trace: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         reused = [kv_slice.span for kv_slice in self.slices if kv_slice.source]
@@ -329,6 +341,10 @@ class ReserveKv:
                 f"sequence {self.sequence_id}: prefix reuse cannot be combined with "
                 "decode_kept_only"
             )
+
+    def moved(self, **fields: Any) -> ReserveKv:
+        """Return the reservation of a sequence that has another master or placement now."""
+        return msgspec.structs.replace(self, **fields)
 
     @property
     def reused(self) -> int:
@@ -451,6 +467,26 @@ class RequestFailed:
     message: str
     param: str | None = None
     """Field of the client's request that is at fault, if there is one."""
+
+    @classmethod
+    def of(cls, sequence_id: int, rank: int, error: CspsError) -> RequestFailed:
+        """Return an error of a rank as the message to the router."""
+        param = error.param if isinstance(error, RequestError) else None
+        return cls(
+            sequence_id=sequence_id,
+            rank=rank,
+            code=type(error).__name__,
+            message=str(error),
+            param=param,
+        )
+
+    @property
+    def error(self) -> CspsError:
+        """Error that the rank has met."""
+        wire: dict[str, Any] = {"code": self.code, "message": self.message}
+        if self.param is not None:
+            wire["data"] = {"message": self.message, "param": self.param}
+        return from_wire(wire)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _json_string
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel
 
@@ -32,7 +32,7 @@ from csps.protocols.core.errors import (
 )
 from csps.protocols.openai.requests import StreamOptions
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 _LEAST_LOGPROB = -9999.0
 """Value in place of minus infinity, which JSON lacks; vLLM's."""
@@ -56,6 +56,18 @@ class TextLogprob:
     def finite(self) -> float:
         """`logprob` as JSON can express it."""
         return self.logprob if math.isfinite(self.logprob) else _LEAST_LOGPROB
+
+
+class Part(NamedTuple):
+    """What some text adds to an answer. A tuple, because every token makes one."""
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+    """The function's name where a call begins."""
+    call: int = -1
+    """Number of the call, from 0."""
+    call_id: str = ""
+    """Id of the call, where it begins."""
 
 
 class PromptTokensDetails(BaseModel):
@@ -102,7 +114,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    index: int = 0
+    index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason
@@ -156,14 +168,30 @@ class ChatLogprobs(BaseModel):
         return cls(content=[ChatTokenLogprob.of(entry) for entry in entries])
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class CallOfTool(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """Text; None if there are calls only."""
     refusal: None = None
+    reasoning_content: str | None = None
+    """Reasoning apart from the text; left out if there is none."""
+    tool_calls: list[CallOfTool] | None = None
+    """Calls; left out if there are none."""
 
 
 class ChatChoice(BaseModel):
-    index: int = 0
+    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
@@ -221,46 +249,41 @@ class _JoinedList(_Joined):
         return [b"[", *super().pieces(), b"]"]
 
 
-class _Whole(ABC):
-    """Encodes the body of one answer, as its tokens come."""
-
-    _text_field: str
-    """JSON name of the text."""
+class _WholeChoice(ABC):
+    """Encodes one choice of a body, as its tokens come."""
 
     def __init__(self) -> None:
-        self._text = _Joined()
         self._has_logprobs = False
         self.bytes = 0
         """Bytes so far, about."""
 
-    def push(self, text: str, logprob: TextLogprob | None) -> None:
-        """Append a token's text and log-probability."""
-        shown = _json_string(text)[1:-1]
-        self._text.append(shown)
-        self.bytes += len(shown)
+    def push(self, parts: Sequence[Part], logprob: TextLogprob | None) -> None:
+        """Append what a token adds, and its log-probability."""
+        for part in parts:
+            shown = _json_string(part.text)[1:-1]
+            self._push_part(part, shown)
+            self.bytes += len(shown)
         if logprob is not None:
             self._has_logprobs = True
             self.bytes += self._push_logprob(logprob)
 
-    def pieces(self, response: CompletionResponse | ChatCompletionResponse) -> list[bytes]:
-        """Return the body in pieces of limited length.
-
-        Args:
-            response: all of the body but its text and log-probabilities.
-        """
-        outside = response.model_dump_json(exclude={"csps"} if response.csps is None else None)
-        before, empty, rest = outside.partition(f'"{self._text_field}":""')
-        between, null, after = rest.partition('"logprobs":null')
-        assert empty, "the text is encoded elsewhere"
-        assert null, "the log-probabilities are encoded elsewhere"
-        logprobs = self._logprobs() if self._has_logprobs else [b"null"]
+    def pieces(self, index: int, finish_reason: FinishReason) -> list[bytes]:
+        """Return the choice as JSON, in pieces of limited length."""
         return [
-            f"{before}{empty[:-1]}".encode(),
-            *self._text.pieces(),
-            f'"{between}"logprobs":'.encode(),
-            *logprobs,
-            after.encode(),
+            f'{{"index":{index},'.encode(),
+            *self._answer(),
+            b',"logprobs":',
+            *(self._logprobs() if self._has_logprobs else [b"null"]),
+            f',"finish_reason":"{finish_reason}"}}'.encode(),
         ]
+
+    @abstractmethod
+    def _push_part(self, part: Part, shown: str) -> None:
+        """Append a part, whose text in JSON is `shown`."""
+
+    @abstractmethod
+    def _answer(self) -> list[bytes]:
+        """Return the field with the answer."""
 
     @abstractmethod
     def _push_logprob(self, entry: TextLogprob) -> int:
@@ -271,14 +294,19 @@ class _Whole(ABC):
         """Return the object of all log-probabilities."""
 
 
-class WholeCompletion(_Whole):
-    """Body of the answer of `POST /v1/completions`."""
-
-    _text_field = "text"
+class WholeCompletion(_WholeChoice):
+    """A choice in the body of the answer of `POST /v1/completions`."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._text = _Joined()
         self._lists = {name: _JoinedList() for name in CompletionLogprobs.model_fields}
+
+    def _push_part(self, part: Part, shown: str) -> None:
+        self._text.append(shown)
+
+    def _answer(self) -> list[bytes]:
+        return [b'"text":"', *self._text.pieces(), b'"']
 
     def _push_logprob(self, entry: TextLogprob) -> int:
         one = CompletionLogprobs.of([entry]).model_dump()
@@ -294,22 +322,64 @@ class WholeCompletion(_Whole):
         return [*pieces, b"}"]
 
 
-class WholeChat(_Whole):
-    """Body of the answer of `POST /v1/chat/completions`."""
-
-    _text_field = "content"
+class WholeChat(_WholeChoice):
+    """A choice in the body of the answer of `POST /v1/chat/completions`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._content = _JoinedList()
+        self._content, self._reasoning = _Joined(), _Joined()
+        self._calls: list[tuple[Part, _Joined]] = []
+        self._entries = _JoinedList()
+
+    def _push_part(self, part: Part, shown: str) -> None:
+        match part.kind:
+            case "content":
+                self._content.append(shown)
+            case "reasoning":
+                self._reasoning.append(shown)
+            case "call":
+                self._calls.append((part, _Joined()))
+            case "arguments":
+                self._calls[part.call][1].append(shown)
+
+    def _answer(self) -> list[bytes]:
+        content = self._content.pieces()
+        pieces = [b'"message":{"role":"assistant","content":']
+        # As OpenAI has it, a message of calls alone has no text.
+        pieces += [b'"', *content, b'"'] if any(content) or not self._calls else [b"null"]
+        pieces.append(b',"refusal":null')
+        if any(reasoning := self._reasoning.pieces()):
+            pieces += [b',"reasoning_content":"', *reasoning, b'"']
+        for number, (call, arguments) in enumerate(self._calls):
+            name = _json_string(call.text)
+            head = f'{{"id":"{call.call_id}","type":"function","function":{{"name":{name},'
+            pieces.append((b"," if number else b',"tool_calls":[') + head.encode())
+            pieces += [b'"arguments":"', *arguments.pieces(), b'"}}']
+        return [*pieces, b"]}" if self._calls else b"}"]
 
     def _push_logprob(self, entry: TextLogprob) -> int:
         encoded = ChatTokenLogprob.of(entry).model_dump_json()
-        self._content.append(encoded)
+        self._entries.append(encoded)
         return len(encoded)
 
     def _logprobs(self) -> list[bytes]:
-        return [b'{"content":', *self._content.pieces(), b',"refusal":null}']
+        return [b'{"content":', *self._entries.pieces(), b',"refusal":null}']
+
+
+def whole_body(
+    response: CompletionResponse | ChatCompletionResponse, choices: Sequence[list[bytes]]
+) -> list[bytes]:
+    """Return the body of an answer in pieces of limited length.
+
+    Args:
+        response: all of the body but its choices.
+        choices: what `pieces` returned for each.
+    """
+    outside = response.model_dump_json(exclude={"csps"} if response.csps is None else None)
+    before, empty, after = outside.partition('"choices":[]')
+    assert empty, "the choices are encoded elsewhere"
+    inner = [piece for choice in choices for piece in (b",", *choice)][1:]
+    return [f'{before}"choices":['.encode(), *inner, f"]{after}".encode()]
 
 
 # --- /v1/models -----------------------------------------------------------------------------
@@ -322,6 +392,8 @@ class ModelCard(BaseModel):
     owned_by: str = "csps"
     max_model_len: int
     """Largest number of tokens of prompt and answer together; vLLM's name."""
+    default_max_tokens: int
+    """Limit of the answer to a chat that sets none."""
 
 
 class ModelList(BaseModel):
@@ -391,8 +463,6 @@ class _Stream(ABC):
     """Encodes the chunks of one answer, in order."""
 
     _object: str
-    _before_text: str
-    _after_text: str
 
     def __init__(
         self,
@@ -410,34 +480,46 @@ class _Stream(ABC):
         self._include_usage = options.include_usage
         self._continuous_usage = options.include_usage and options.continuous_usage_stats
 
+    def start(self, index: int) -> bytes:
+        """Encode what comes before the first token of a choice."""
+        return b""
+
     def delta(
         self,
-        text: str,
+        parts: Sequence[Part],
         *,
         completion_tokens: int,
+        index: int = 0,
         logprobs: Sequence[TextLogprob] = (),
         finish_reason: FinishReason | None = None,
+        stop_string: str | None = None,
         csps: dict[str, Any] | None = None,
     ) -> bytes:
-        """Encode one chunk with new `text`, after which `completion_tokens` are generated in all.
+        """Encode one chunk with new `parts`, after which `completion_tokens` are generated in all.
 
-        `finish_reason` marks the last chunk with text; `csps` is the report for `explain` and comes
-        with that chunk.
+        `finish_reason` marks the last chunk of a choice; `stop_string`, if one ended it, and
+        `csps`, the report for `explain`, come with that chunk.
         """
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
+        if finish_reason == "stop" and stop_string is not None:  # vLLM's field
+            reason += f', "stop_reason": {_json_string(stop_string)}'
         report = "" if csps is None else f', "csps": {json.dumps(csps)}'
         return (
-            f'{self._head}{{"index": 0, {self._before_text}{_json_string(text)}{self._after_text}'
+            f'{self._head}{{"index": {index}, {self._answer(parts)}'
             f', "logprobs": {self._logprobs(logprobs)}, "finish_reason": {reason}}}]'
             f"{self._usage_so_far(completion_tokens)}{report}}}\n\n"
         ).encode()
 
-    def usage(self, completion_tokens: int) -> bytes:
-        """Encode the chunk with the usage, after the last one; empty unless the client asked for
-        it."""
+    def progress(self, report: dict[str, Any]) -> bytes:
+        """Encode a chunk that only says how far the prompt is."""
+        return f'{self._head}], "prompt_progress": {json.dumps(report)}}}\n\n'.encode()
+
+    def end(self, completion_tokens: int) -> bytes:
+        """Encode what comes after the last token: usage, if the client asked for it, and the
+        end."""
         if not self._include_usage:
-            return b""
-        return f'{self._head}], "usage": {self._usage(completion_tokens)}}}\n\n'.encode()
+            return DONE
+        return f'{self._head}], "usage": {self._usage(completion_tokens)}}}\n\n'.encode() + DONE
 
     def _usage_so_far(self, completion_tokens: int) -> str:
         if not self._include_usage:
@@ -454,6 +536,10 @@ class _Stream(ABC):
         )
 
     @abstractmethod
+    def _answer(self, parts: Sequence[Part]) -> str:
+        """Encode parts as a field of a choice."""
+
+    @abstractmethod
     def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
         """Encode `entries` as JSON."""
 
@@ -462,7 +548,9 @@ class CompletionStream(_Stream):
     """Chunks of `/v1/completions`."""
 
     _object = "text_completion"
-    _before_text, _after_text = '"text": ', ""
+
+    def _answer(self, parts: Sequence[Part]) -> str:
+        return f'"text": {_json_string("".join(part.text for part in parts))}'
 
     def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
         return CompletionLogprobs.of(entries).model_dump_json() if entries else "null"
@@ -472,14 +560,42 @@ class ChatStream(_Stream):
     """Chunks of `/v1/chat/completions`."""
 
     _object = "chat.completion.chunk"
-    _before_text, _after_text = '"delta": {"content": ', "}"
 
-    def start(self) -> bytes:
-        """Encode the first chunk, which names the role."""
+    def start(self, index: int) -> bytes:
+        """Encode the first chunk of a choice, which names the role."""
         return (
-            f'{self._head}{{"index": 0, "delta": {{"role": "assistant", "content": ""}}, '
+            f'{self._head}{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
             f'"logprobs": null, "finish_reason": null}}]{self._usage_so_far(0)}}}\n\n'
         ).encode()
 
+    def _answer(self, parts: Sequence[Part]) -> str:
+        if len(parts) == 1 and parts[0].kind == "content":  # most often, and most quickly
+            return f'"delta": {{"content": {_json_string(parts[0].text)}}}'
+        return f'"delta": {json.dumps(chat_delta(parts))}'
+
     def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
         return ChatLogprobs.of(entries).model_dump_json() if entries else "null"
+
+
+def chat_delta(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the object `delta` of a chunk."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        match part.kind:
+            case "content":
+                delta["content"] = delta.get("content", "") + part.text
+            case "reasoning":
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + part.text
+            case "call":
+                function = {"name": part.text, "arguments": ""}
+                calls[part.call] = {
+                    "index": part.call,
+                    "id": part.call_id,
+                    "type": "function",
+                    "function": function,
+                }
+            case "arguments":
+                new = {"index": part.call, "function": {"arguments": ""}}
+                calls.setdefault(part.call, new)["function"]["arguments"] += part.text
+    return {**delta, "tool_calls": list(calls.values())} if calls else delta

@@ -16,6 +16,7 @@ from csps.protocols.core.errors import (
     to_wire,
 )
 from csps.protocols.rpc import trace_context
+from csps.protocols.rpc.tls import Tls
 from csps.protocols.rpc.wire import (
     AUTHENTICATE,
     CANCEL,
@@ -64,6 +65,7 @@ class RpcClient(RpcConnection):
         on_notification: OnNotification | None = None,
         limits: RpcLimits | None = None,
         version: int = SCHEMA_VERSION,
+        tls: Tls | None = None,
     ) -> Self:
         """Connect, and authenticate both sides to each other.
 
@@ -80,7 +82,7 @@ class RpcClient(RpcConnection):
         client = cls(limits or RpcLimits(), on_notification)
         try:
             async with asyncio.timeout(deadline_s):
-                await client._open(host, port)
+                await client._open(host, port, tls)
                 await client._authenticate(handshake, deadline_s)
         except (TimeoutError, DeadlineExceeded):
             raise DeadlineExceeded(f"connecting to {host}:{port}", deadline_s) from None
@@ -89,9 +91,11 @@ class RpcClient(RpcConnection):
                 client.abort(ConnectionLost("the handshake failed"))
         return client
 
-    async def _open(self, host: str, port: int) -> None:
+    async def _open(self, host: str, port: int, tls: Tls | None) -> None:
         try:
-            await self._loop.create_connection(lambda: self, host, port)
+            await self._loop.create_connection(
+                lambda: self, host, port, ssl=None if tls is None else tls.client
+            )
         except OSError as exc:
             raise ConnectionLost(f"cannot connect to {host}:{port}: {exc}") from exc
 
@@ -132,12 +136,6 @@ class RpcClient(RpcConnection):
             timer.cancel()
             if self._pending.pop(msgid, None) is not None:  # not answered: cancelled
                 self.send((NOTIFICATION, CANCEL, (msgid,)))
-
-    def notify(self, method: str, payload: Any = None) -> None:
-        """Send a notification, which has no answer. Callers that send many also `await drain()`."""
-        if self.closed.done():
-            raise ConnectionLost(str(self.closed.result()))
-        self.send((NOTIFICATION, method, (payload,)))
 
     def ping(self) -> None:
         """Ask the server for a sign of life; do nothing if the connection is gone."""

@@ -72,7 +72,7 @@ def decode(cls: type[T], data: bytes) -> T:
     """
     try:
         plain = msgspec.msgpack.decode(data)
-    except msgspec.DecodeError as exc:
+    except (ValueError, RecursionError) as exc:  # invalid UTF-8, or deeply nested lists
         raise ProtocolError(f"{cls.__name__}: {exc}") from None
     return unpack(cls, plain)
 

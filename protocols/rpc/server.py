@@ -20,6 +20,7 @@ from csps.protocols.core.errors import (
     to_wire,
 )
 from csps.protocols.rpc import trace_context
+from csps.protocols.rpc.tls import Tls
 from csps.protocols.rpc.wire import (
     CANCEL,
     LINGER_S,
@@ -69,16 +70,6 @@ class Peer(RpcConnection):
     def tasks(self) -> set[asyncio.Task[Any]]:
         """Handlers that still run for this client."""
         return {call.task for call in self._calls.values()} | self._background
-
-    def notify(self, method: str, payload: Any = None) -> None:
-        """Send the client a notification, in order; `ConnectionLost` if it is gone.
-
-        The call never waits: a client that does not read is cut off at `max_backlog_bytes`. A
-        handler that can wait should call `await drain()` now and then.
-        """
-        if self.closed.done():
-            raise ConnectionLost(str(self.closed.result()))
-        self.send((NOTIFICATION, method, (payload,)))
 
     # --- RpcConnection ---
 
@@ -235,11 +226,13 @@ class RpcServer:
         limits: RpcLimits | None = None,
         on_disconnect: Callable[[Peer], None] | None = None,
         version: int = SCHEMA_VERSION,
+        tls: Tls | None = None,
     ) -> None:
         self._handlers = dict(handlers)
         self._on_disconnect = on_disconnect
         self.secret, self.version = secret, version
         self.limits = limits or RpcLimits()
+        self._tls = tls
         self._listener: asyncio.Server | None = None
         self.peers: set[Peer] = set()
         """Open connections, authenticated or not."""
@@ -248,7 +241,15 @@ class RpcServer:
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listen, and return the address; the system chooses the port if `port` is 0."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: Peer(self), host, port)
+        encryption: dict[str, Any] = {}
+        if self._tls is not None:
+            # A peer exists from the end of TLS's handshake on, which needs a limit of its own.
+            encryption = {
+                "ssl": self._tls.server,
+                "ssl_handshake_timeout": self.limits.handshake_s,
+                "ssl_shutdown_timeout": LINGER_S,
+            }
+        self._listener = await loop.create_server(lambda: Peer(self), host, port, **encryption)
         bound_host, bound_port = self._listener.sockets[0].getsockname()[:2]
         return bound_host, bound_port
 

@@ -209,6 +209,16 @@ class RpcConnection(asyncio.Protocol):
 
     # --- writing ---
 
+    def notify(self, method: str, payload: Any = None) -> None:
+        """Send a notification, which has no answer; `ConnectionLost` if the peer is gone.
+
+        The call never waits: a peer that does not read is cut off at `max_backlog_bytes`. A caller
+        that can wait should call `await drain()` now and then.
+        """
+        if self.closed.done():
+            raise ConnectionLost(str(self.closed.result()))
+        self.send((NOTIFICATION, method, (payload,)))
+
     def send(self, message: tuple[Any, ...]) -> None:
         """Queue a message; do nothing if the connection is gone.
 
@@ -284,7 +294,10 @@ class RpcConnection(asyncio.Protocol):
             # Only our half is closed at first. Closing a socket with unread data makes TCP drop
             # what was sent last, and the peer would never learn the reason.
             with suppress(OSError):  # reset by the peer, and not read yet
-                self._transport.write_eof()
+                if self._transport.can_write_eof():
+                    self._transport.write_eof()
+                else:  # TLS, which tells the peer of the end itself
+                    self._transport.close()
             self._abort_later()
 
     def abort(self, reason: CspsError) -> None:
@@ -401,8 +414,8 @@ class ServerHandshake:
     role prevents one side's proof from being sent back as the other's. The client proves itself
     first, so a stranger receives nothing against which guesses of the secret could be tested.
 
-    The handshake authenticates the peers once. It encrypts nothing: the network between the nodes
-    of a cluster is trusted.
+    The handshake authenticates the peers once. It encrypts nothing: without TLS
+    (`protocols.rpc.tls`) the network between the nodes of a cluster is trusted.
     """
 
     def __init__(self, secret: bytes, version: int) -> None:

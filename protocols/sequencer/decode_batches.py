@@ -41,7 +41,8 @@ def chunk_lengths(rows: Sequence[SequenceCursor], budget: int) -> list[int]:
     Args:
         rows: cursors in order of joining.
         budget: tokens of an iteration on each master. Decoding sequences use it up first, and may
-            exceed it.
+            exceed it; a finished one uses it until it leaves, because ranks that do not iterate it
+            do not know its end.
 
     Returns:
         A length for each cursor: 1 if the sequence decodes, 0 if it is finished or has to wait, the
@@ -49,8 +50,8 @@ def chunk_lengths(rows: Sequence[SequenceCursor], budget: int) -> list[int]:
     """
     lengths = [int(row.prompt <= row.next < row.stop) for row in rows]
     left = dict.fromkeys((row.master for row in rows), budget)
-    for row, length in zip(rows, lengths, strict=True):
-        left[row.master] -= length
+    for row in rows:
+        left[row.master] -= row.prompt <= row.next
     begun = [index for index, row in enumerate(rows) if row.first < row.next < row.prompt]
     new = [index for index, row in enumerate(rows) if row.first == row.next < row.prompt]
     for index in (*begun, *new):
@@ -76,6 +77,8 @@ class BatchMember:
     owner: int
     ranks: tuple[int, ...]
     """Ranks that take part in its iterations."""
+    piggybacked: bool
+    """True if its prompt is computed by the batch."""
     joined_seq: int = 0
     """Number of the log entry by which it joined; 0 before."""
 
@@ -148,6 +151,9 @@ class SequencedBatch:
     """Group by rank, for ranks that members need."""
     members_by_ranks: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Number of members by the ranks that they need."""
+    iterated: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Iterations of groups with piggybacked members since the last change, by the group's ranks;
+    other ranks do not know of them yet."""
 
     @property
     def changed(self) -> bool:
@@ -165,9 +171,18 @@ class SequencedBatch:
             tuple(master for master in self.masters if master in group.ranks) or group.ranks[:1]
         )
         self.grants[seq] = DecodeGrant(iterations, group.ranks, masters, len(masters))
+        if len(group.ranks) < len(self.ranks) and self._piggybacks(group):
+            self.iterated[group.ranks] = self.iterated.get(group.ranks, 0) + iterations
         for rank in group.ranks:
             self.served[rank] = seq
             self.outstanding[rank] += 1
+
+    def _piggybacks(self, group: GrantGroup) -> bool:
+        ranks = set(group.ranks)
+        return any(
+            member.piggybacked and ranks.issuperset(member.ranks)
+            for member in self.members.values()
+        )
 
     def measured(self, seq: int, nanoseconds: int) -> None:
         """Record that a master has executed a grant."""
@@ -262,7 +277,7 @@ class SequencedBatches:
             f"sequence {sequence} needs ranks {needed}, batch {batch} has {joined.ranks}"
         )
         joined.budget = budget or joined.budget
-        joined.members[sequence] = BatchMember(owner, needed)
+        joined.members[sequence] = BatchMember(owner, needed, token is None)
         joined.joined[sequence] = token
         joined.count(needed, 1)
         self._of_sequence[sequence] = joined
@@ -271,8 +286,8 @@ class SequencedBatches:
         """Return the batch of a sequence, or None."""
         return self._of_sequence.get(sequence)
 
-    def relocate(self, sequence: int, ranks: Iterable[int]) -> SequencedBatch:
-        """Change the ranks that a sequence needs, since its KV was moved; return its batch."""
+    def relocate(self, sequence: int, ranks: Iterable[int]) -> None:
+        """Change the ranks that a sequence needs, since its KV was moved."""
         batch = self._of_sequence[sequence]
         member = batch.members[sequence]
         before, member.ranks = member.ranks, tuple(sorted(ranks))
@@ -281,7 +296,6 @@ class SequencedBatches:
         )
         batch.count(member.ranks, 1)
         batch.count(before, -1)
-        return batch
 
     def leave(self, sequence: int) -> None:
         """Remove a sequence from its batch, if it has one."""

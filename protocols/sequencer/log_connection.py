@@ -39,7 +39,7 @@ from csps.protocols.rpc.wire import (
 
 _log = logging.getLogger(__name__)
 
-LOG_VERSION = 3
+LOG_VERSION = 4
 """Version of log entries and reports; ranks with different versions refuse each other."""
 MAX_FRAME = 1 << 20
 """Longest frame in bytes; entries and reports are far shorter."""
@@ -270,8 +270,8 @@ class _Admission:
             caller.connection.close()
 
     def _admit(self, caller: _Caller, name: str) -> None:
-        rank = int(name) if name.isdecimal() else -1
-        if rank not in self._ranks or rank in self.admitted:
+        rank = next((rank for rank in self._ranks if str(rank) == name), -1)
+        if rank < 0 or rank in self.admitted:
             raise ProtocolError(f"rank {abridged(name)} is not expected at the gang's log")
         self._drop(caller)
         caller.connection.deadline(None)

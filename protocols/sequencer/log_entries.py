@@ -55,6 +55,10 @@ class Change(msgspec.Struct, frozen=True, array_like=True, tag=3):
     left: tuple[Count, ...] = ()
     budget: Count = 0
     """Tokens that an iteration may compute from now on (`decode_batches.chunk_lengths`)."""
+    iterated: tuple[tuple[tuple[Count, ...], Positive], ...] = ()
+    """(ranks of a group, its iterations since the change before), for groups with piggybacked
+    sequences. The other ranks count what these sequences have computed: once they share a master
+    with one of them, both must know what it leaves of the budget."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -102,7 +106,7 @@ class PlaceSequence(msgspec.Struct, frozen=True, array_like=True, tag=8):
 Op = RunQuantum | Iterate | Change | Abort | EndOwner | Shutdown | Free | PlaceSequence
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     """One entry of the log."""
 
     seq: Positive
@@ -150,16 +154,16 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=4):
 Report = Prepared | RanQuantum | Iterated | Leaving
 
 _ENCODER = msgspec.msgpack.Encoder()
-_ENTRIES = msgspec.msgpack.Decoder(list[Entry])
+_ENTRIES = msgspec.msgpack.Decoder(list[LogEntry])
 _REPORTS = msgspec.msgpack.Decoder(list[Report])
 
 
-def pack_entries(entries: Iterable[Entry]) -> bytes:
+def pack_entries(entries: Iterable[LogEntry]) -> bytes:
     """Encode entries as a frame, in the order of the log."""
     return _ENCODER.encode(list(entries))
 
 
-def unpack_entries(frame: bytes) -> list[Entry]:
+def unpack_entries(frame: bytes) -> list[LogEntry]:
     """Decode a frame of entries.
 
     Raises:
@@ -185,5 +189,5 @@ def unpack_reports(frame: bytes) -> list[Report]:
 def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], frame: bytes, what: str) -> list[T]:
     try:
         return decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # deeply nested lists behind the known fields
         raise ProtocolError(f"not a frame of {what}: {error}") from None

@@ -26,11 +26,11 @@ from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
-    Entry,
     Free,
     Iterate,
     Iterated,
     Leaving,
+    LogEntry,
     Op,
     PlaceSequence,
     Prepared,
@@ -139,9 +139,9 @@ class Sequencer:
         self._ended: set[int] = set()
         self._closed = False
         self._seq = 0
-        self._log: list[tuple[Entry, tuple[int, ...]]] = []
+        self._log: list[tuple[LogEntry, tuple[int, ...]]] = []
 
-    def take(self) -> list[tuple[Entry, tuple[int, ...]]]:
+    def take(self) -> list[tuple[LogEntry, tuple[int, ...]]]:
         """Return the new entries, in order, each with the ranks that execute it."""
         if not self._closed:
             self._steps.start()
@@ -349,7 +349,7 @@ class Sequencer:
 
     def _append(self, op: Op, ranks: tuple[int, ...]) -> int:
         self._seq += 1
-        self._log.append((Entry(self._seq, op), ranks))
+        self._log.append((LogEntry(self._seq, op), ranks))
         return self._seq
 
     def _abort(self, step: SequencedStep) -> None:
@@ -375,7 +375,11 @@ class Sequencer:
         self._order.ran(step, seq)
         if step.ending and step.task.places:
             (moved,) = step.task.sequences
-            batch = self._batches.relocate(moved, step.task.places)
+            batch = self._batches.batch_of(moved)
+            assert batch is not None, f"sequence {moved} moves and has no batch"
+            if batch.iterated:  # by groups that may be others afterwards
+                self._change(batch)
+            self._batches.relocate(moved, step.task.places)
             place = PlaceSequence(moved, batch.members[moved].ranks, step.task.master)
             self._append(place, batch.ranks)
 
@@ -402,11 +406,12 @@ class Sequencer:
     def _change(self, batch: SequencedBatch) -> None:
         batch.version += 1
         joined, left = tuple(batch.joined.items()), tuple(batch.left)
-        change = Change(batch.id, batch.version, joined, left, batch.budget)
+        iterated = tuple(batch.iterated.items())
+        change = Change(batch.id, batch.version, joined, left, batch.budget, iterated)
         seq = self._append(change, batch.ranks)
         for sequence, _ in joined:
             batch.members[sequence].joined_seq = seq
-        batch.joined, batch.left = {}, {}
+        batch.joined, batch.left, batch.iterated = {}, {}, {}
 
     def _announce_departures(self) -> None:
         """Name sequences that have left, for ranks that have no further grant."""

@@ -16,14 +16,13 @@ from typing import Any, Protocol
 from csps.protocols.core.errors import (
     ConfigError,
     CspsError,
-    ProtocolError,
     RanksHeld,
     Superseded,
 )
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import KEEP_ALIVE_S, GangRole
 from csps.protocols.gang.messages import LinkBroken
-from csps.protocols.rpc.schema import unpack
+from csps.protocols.rpc.tls import Tls
 from csps.services.cluster.fencing import Fencing, Generations
 from csps.services.cluster.kv_links import KvLink, KvLinks
 from csps.services.cluster.membership import ClusterView, Directory
@@ -87,7 +86,10 @@ class ClusterListener(Protocol):
         """Learn that another router still serves with the gangs, or no longer does."""
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        """Take a notification from a rank of an attached gang."""
+        """Take a notification from a rank, perhaps of a gang that is not or no longer attached.
+
+        One named `link_broken` is for `Cluster.link_broken`.
+        """
 
 
 class Cluster:
@@ -96,6 +98,7 @@ class Cluster:
     Args:
         directory: names the gangs that serve.
         secret: authenticates the router to the ranks.
+        tls: encrypts the connections to ranks, if given.
         router_id: identifies this router to the ranks.
         generations: store of router generations.
         roles: roles of the gangs that serve: a pair, or "elastic" alone.
@@ -110,9 +113,10 @@ class Cluster:
         generations: Generations,
         deadlines: ClusterDeadlines | None = None,
         roles: Sequence[GangRole] = PAIR,
+        tls: Tls | None = None,
     ) -> None:
         self._roles = tuple(roles)
-        self._fencing = Fencing(generations, secret=secret, router_id=router_id)
+        self._fencing = Fencing(generations, secret=secret, router_id=router_id, tls=tls)
         self._deadlines = deadlines or ClusterDeadlines()
         self._directory = directory
         self._reconciler = Reconciler(
@@ -134,6 +138,7 @@ class Cluster:
         self._reported = ""
         self._obstacle = ""
         """Cause of the last failure, in words that clients may read."""
+        self._standing_by = False
 
     def listen(self, listener: ClusterListener) -> None:
         """Report gangs and links to `listener` from now on."""
@@ -187,6 +192,12 @@ class Cluster:
             ),
         ]
 
+    def stand_by(self, waits: bool) -> None:
+        """Learn that a former rollout's router still serves, and has this one's gangs wait."""
+        if waits != self._standing_by:
+            self._standing_by = waits
+            self._set_obstacle(STANDBY if waits else "")
+
     def drain(self) -> None:
         """Attach to no more gangs but keep the attached ones: new gangs may belong to a
         successor."""
@@ -206,7 +217,7 @@ class Cluster:
     # --- attempts ---
 
     def _attempted(self, error: BaseException | None) -> None:
-        self._set_obstacle(_obstacle(error))
+        self._set_obstacle(_obstacle(error) or (STANDBY if self._standing_by else ""))
         if error is not None:
             self._report(error)
 
@@ -242,8 +253,10 @@ class Cluster:
     # --- attaching and losing gangs ---
 
     async def _attach_found(self, view: ClusterView) -> None:
+        listener = self._listener
+        assert listener is not None, "the cluster has no listener"
         found = [
-            GangClient(role, members, self._notified, deadline_s=self._deadlines.attach_s)
+            GangClient(role, members, listener.notified, deadline_s=self._deadlines.attach_s)
             for role in self._roles
             if role not in self._gangs and (members := view.gang(role)) is not None
         ]
@@ -302,21 +315,9 @@ class Cluster:
         except Exception as exc:  # whatever a store of another process may raise
             _log.warning("failed to update router priority: %s", exc)
 
-    def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        if self._gangs.get(gang.role) is not gang:
-            return
-        if method == "link_broken":
-            self._link_broken(gang, rank, payload)
-        elif self._listener is not None:
-            self._listener.notified(gang, rank, method, payload)
-
-    def _link_broken(self, gang: GangClient, rank: int, payload: Any) -> None:
-        try:
-            reason = self._links.broken(gang, unpack(LinkBroken, payload))
-        except ProtocolError as error:
-            gang.disconnect(f"rank {rank} sent a 'link_broken' that is not understood: {error}")
-            return
-        if reason:
+    def link_broken(self, gang: GangClient, broken: LinkBroken) -> None:
+        """Link two gangs again whose link a rank found broken; ignore older links."""
+        if reason := self._links.broken(gang, broken):
             self.trouble = reason
             self._reconciler.retry_now()
 

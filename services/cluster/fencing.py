@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded, RanksHeld, Superseded
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import LIVENESS_TIMEOUT_S
+from csps.protocols.rpc.tls import Tls
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,7 +30,7 @@ STORE_S = 5.0
 
 
 class Generations(Protocol):
-    """A shared counter that only grows, and the takeover priorities of its numbers.
+    """A shared counter that only grows, and heartbeats under numbers.
 
     It may lie in another process, which may not answer: its users wait for `STORE_S` at most.
     """
@@ -38,19 +39,19 @@ class Generations(Protocol):
         """Return the next number, from 1. Nobody else gets it, now or later."""
         ...
 
-    async def claim_priority(self, number: int, heartbeat: int) -> None:
-        """Publish that a number has takeover priority.
+    async def publish_heartbeat(self, number: int, heartbeat: int) -> None:
+        """Publish what a number stands for: a claim to takeover priority, or a router that serves.
 
-        A claim whose `heartbeat` stops changing may be a dead router's.
+        One whose `heartbeat` stops changing may be a dead router's.
         """
         ...
 
-    async def release_priority(self, number: int) -> None:
-        """Give up the takeover priority of a number."""
+    async def withdraw_heartbeat(self, number: int) -> None:
+        """Remove a number."""
         ...
 
-    async def priorities(self) -> dict[int, int]:
-        """Return the numbers with takeover priority, and the last heartbeat of each."""
+    async def heartbeats(self) -> dict[int, int]:
+        """Return the published numbers, and the last heartbeat of each."""
         ...
 
 
@@ -59,28 +60,35 @@ class MemoryGenerations:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._priorities: dict[int, int] = {}
+        self._heartbeats: dict[int, int] = {}
 
     async def claim(self) -> int:
         return next(self._numbers)
 
-    async def claim_priority(self, number: int, heartbeat: int) -> None:
-        self._priorities[number] = heartbeat
+    async def publish_heartbeat(self, number: int, heartbeat: int) -> None:
+        self._heartbeats[number] = heartbeat
 
-    async def release_priority(self, number: int) -> None:
-        self._priorities.pop(number, None)
+    async def withdraw_heartbeat(self, number: int) -> None:
+        self._heartbeats.pop(number, None)
 
-    async def priorities(self) -> dict[int, int]:
-        return dict(self._priorities)
+    async def heartbeats(self) -> dict[int, int]:
+        return dict(self._heartbeats)
 
 
 class Fencing:
     """Attaches to gangs under a generation, and claims a new one when another router was newer."""
 
-    def __init__(self, generations: Generations, *, secret: bytes, router_id: str) -> None:
+    def __init__(
+        self,
+        generations: Generations,
+        *,
+        secret: bytes,
+        router_id: str,
+        tls: Tls | None = None,
+    ) -> None:
         self._generations = generations
         self._takeover_priority = TakeoverPriority(generations)
-        self._secret, self._router_id = secret, router_id
+        self._secret, self._router_id, self._tls = secret, router_id, tls
         self._attachments = 0
         self.generation = 0
         """Granted generation; 0 before the first one, and once another router is newer."""
@@ -110,7 +118,7 @@ class Fencing:
             ConfigError: a gang cannot be used.
         """
         if not self.generation:
-            self.generation = await _in_time(self._generations.claim())
+            self.generation = await in_time(self._generations.claim())
             _log.info("this router has generation %d", self.generation)
         await self._takeover_priority.check(self.generation, time.monotonic())
         taken: set[GangClient] = set()
@@ -148,7 +156,7 @@ class Fencing:
         self._attachments += 1
         # A new name each time: a rank then drops what it still does for an earlier attachment.
         name = f"{self._router_id}.{self._attachments}"
-        await gang.connect(secret=self._secret, router_id=name)
+        await gang.connect(secret=self._secret, router_id=name, tls=self._tls)
         await gang.check_free(self.generation)
         await gang.describe()
         found = gang.descriptions[0].model_fingerprint
@@ -166,7 +174,7 @@ async def _each(
     return {gang: error for gang, error in zip(gangs, results, strict=True) if error is not None}
 
 
-async def _in_time(call: Awaitable[T]) -> T:
+async def in_time(call: Awaitable[T]) -> T:
     """Wait for a call of the store.
 
     Raises:
@@ -184,51 +192,20 @@ class _LastHeartbeat(NamedTuple):
     since: float
 
 
-class TakeoverPriority:
-    """One router's claim to gangs before newer routers. Times are `time.monotonic()` seconds."""
+class HeartbeatReader:
+    """Tells how long the heartbeats in a store have stood still. Times are `time.monotonic()`."""
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
-        self._heartbeat = 0
-        self._claimed = 0
-        """Generation for which this router claimed priority; 0 for none."""
         self._seen: dict[int, _LastHeartbeat] = {}
 
-    async def renew(self, generation: int) -> None:
-        """Claim priority for this generation, or give it up with 0. Call it every
-        `KEEP_ALIVE_S`."""
-        claimed, self._claimed = self._claimed, generation
-        if generation:
-            self._heartbeat += 1
-            await _in_time(self._generations.claim_priority(generation, self._heartbeat))
-        if claimed and claimed != generation:
-            await _in_time(self._generations.release_priority(claimed))
-
-    async def check(self, generation: int, now: float) -> None:
-        """Check that a router of this generation may attach to gangs now.
-
-        Raises:
-            RanksHeld: an older router has priority, and its heartbeat changed within
-                `LIVENESS_TIMEOUT_S`.
-        """
-        claimed = await _in_time(self._generations.priorities())
+    async def silent_s(self, now: float) -> dict[int, float]:
+        """Return the seconds since each number's heartbeat was seen to change."""
+        published = await in_time(self._generations.heartbeats())
         self._seen = {
-            number: self._see(number, heartbeat, now) for number, heartbeat in claimed.items()
+            number: self._see(number, heartbeat, now) for number, heartbeat in published.items()
         }
-        dead = []
-        for number, seen in self._seen.items():
-            if number >= generation:
-                continue
-            if now - seen.since <= LIVENESS_TIMEOUT_S:
-                raise RanksHeld(
-                    f"the router of generation {number} has requests and takeover priority over "
-                    f"generation {generation}"
-                )
-            dead.append(number)
-        # A router whose heartbeat stands still is dead. What it has claimed would delay each later
-        # router until that one has found the same. One that only stalled claims it again.
-        for number in dead:
-            await _in_time(self._generations.release_priority(number))
+        return {number: now - seen.since for number, seen in self._seen.items()}
 
     def _see(self, number: int, heartbeat: int, now: float) -> _LastHeartbeat:
         seen = self._seen.get(number)
@@ -237,3 +214,46 @@ class TakeoverPriority:
             if seen is not None and seen.heartbeat == heartbeat
             else _LastHeartbeat(heartbeat, now)
         )
+
+
+class TakeoverPriority:
+    """One router's claim to gangs before newer routers. Times are `time.monotonic()` seconds."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._heartbeat = 0
+        self._claimed = 0
+        """Generation for which this router claimed priority; 0 for none."""
+        self._reader = HeartbeatReader(generations)
+
+    async def renew(self, generation: int) -> None:
+        """Claim priority for this generation, or give it up with 0. Call it every
+        `KEEP_ALIVE_S`."""
+        claimed, self._claimed = self._claimed, generation
+        if generation:
+            self._heartbeat += 1
+            await in_time(self._generations.publish_heartbeat(generation, self._heartbeat))
+        if claimed and claimed != generation:
+            await in_time(self._generations.withdraw_heartbeat(claimed))
+
+    async def check(self, generation: int, now: float) -> None:
+        """Check that a router of this generation may attach to gangs now.
+
+        Raises:
+            RanksHeld: an older router has priority, and its heartbeat changed within
+                `LIVENESS_TIMEOUT_S`.
+        """
+        dead = []
+        for number, silent_s in (await self._reader.silent_s(now)).items():
+            if number >= generation:
+                continue
+            if silent_s <= LIVENESS_TIMEOUT_S:
+                raise RanksHeld(
+                    f"the router of generation {number} has requests and takeover priority over "
+                    f"generation {generation}"
+                )
+            dead.append(number)
+        # A router whose heartbeat stands still is dead. What it has claimed would delay each later
+        # router until that one has found the same. One that only stalled claims it again.
+        for number in dead:
+            await in_time(self._generations.withdraw_heartbeat(number))

@@ -15,7 +15,7 @@ from csps.protocols.gang.members import GangMembers, GangRole, RankAddress
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterView:
-    """The newest complete gang of each role; None while there is none."""
+    """The newest complete gang of each role in one rollout; None while there is none."""
 
     prefill: GangMembers | None = None
     decode: GangMembers | None = None
@@ -26,8 +26,20 @@ class ClusterView:
         return {"prefill": self.prefill, "decode": self.decode, "elastic": self.elastic}[role]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """Gangs of all rollouts, as one rollout asks for them."""
+
+    begun: frozenset[GangRole]
+    """Roles of which this rollout has a gang, complete or in the middle of its start."""
+    outdated: tuple[str, ...]
+    """Ids of living gangs of former rollouts."""
+    settled: bool
+    """False if the directory has just been started, and does not know all living gangs yet."""
+
+
 class Directory(Protocol):
-    """Answers when the view has changed."""
+    """Answers when the view of one rollout has changed."""
 
     async def wait_change(self, version: int) -> tuple[int, ClusterView]:
         """Wait until the view is newer than `version`; return its version and the view.
@@ -38,8 +50,12 @@ class Directory(Protocol):
         ...
 
     async def replace(self, gang_id: str) -> bool:
-        """Ask for another gang in place of one that cannot be reached; return whether somebody
+        """Have a gang ended, which cannot be reached or is outdated; return whether somebody
         does it."""
+        ...
+
+    async def census(self) -> Census:
+        """Return what is known of gangs besides those that serve."""
         ...
 
 
@@ -65,6 +81,10 @@ class StaticDirectory:
         """Return False: whoever publishes gangs starts them."""
         return False
 
+    async def census(self) -> Census:
+        """Return a census without former rollouts."""
+        return Census(begun=frozenset(), outdated=(), settled=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -74,6 +94,9 @@ class Member:
     gang_id: str
     world_size: int
     address: RankAddress
+    rollout: int = 0
+    """Number of the gang's rollout, larger than that of every former one. Only the router of the
+    same rollout attaches to the gang."""
     incarnation: int = 0
     """Rank 0's number, larger than that of every gang which this one replaces; 0 for others."""
     replica: Any = None
@@ -87,36 +110,59 @@ LIVENESS_TIMEOUT_S = 30.0
 class Membership:
     """Collects ranks into gangs.
 
-    The newest complete gang of a role counts, in whatever order gangs register: after a registry
-    restart, the last ranks of a gang that is being torn down may come first, or last. A newer gang
-    whose registrations stopped does not displace an older one.
+    The newest complete gang of a role and a rollout counts, in whatever order gangs register: after
+    a registry restart, the last ranks of a gang that is being torn down may come first, or last. A
+    newer gang whose registrations stopped does not displace an older one.
     """
 
     def __init__(self) -> None:
-        self.view = ClusterView()
+        self._views: dict[int, ClusterView] = {}
         self._gangs: dict[str, _Gang] = {}
 
+    def view(self, rollout: int | None = None) -> ClusterView:
+        """Return the gangs that serve in a rollout; None is the newest that has any."""
+        wanted = max(self._views, default=0) if rollout is None else rollout
+        return self._views.get(wanted, ClusterView())
+
+    def outdated(self, rollout: int, now: float) -> tuple[str, ...]:
+        """Return the living gangs of former rollouts."""
+        return tuple(
+            gang_id
+            for gang_id, gang in self._gangs.items()
+            if gang.rollout < rollout and gang.alive(now)
+        )
+
     def join(self, member: Member, now: float) -> bool:
-        """Register a rank; return whether that changed `view`. Idempotent."""
+        """Register a rank; return whether that changed the view of its rollout. Idempotent."""
+        self._forget_rollouts(member.rollout, now)
         gang = self._gangs.setdefault(
-            member.gang_id, _Gang(role=member.role, world_size=member.world_size)
+            member.gang_id,
+            _Gang(role=member.role, world_size=member.world_size, rollout=member.rollout),
         )
         rank = member.address.rank
         gang.ranks[rank], gang.registered_at[rank] = member.address, now
         gang.replicas[rank] = member.replica
         gang.incarnation = max(gang.incarnation, member.incarnation)
-        return self._install(member.role, self._newest(member.role, now))
+        return self._install(member, self._newest(member, now))
 
     def replicas(self, gang_id: str) -> tuple[Any, ...]:
         """Return handles of the Ray actors of a gang's ranks; none if the gang is unknown."""
         gang = self._gangs.get(gang_id)
         return () if gang is None else tuple(gang.replicas.values())
 
-    def _newest(self, role: GangRole, now: float) -> GangMembers | None:
+    def _forget_rollouts(self, besides: int, now: float) -> None:
+        """Forget other rollouts of which no gang is alive."""
+        living = {gang.rollout for gang in self._gangs.values() if gang.alive(now)} | {besides}
+        for gang_id in [name for name, gang in self._gangs.items() if gang.rollout not in living]:
+            del self._gangs[gang_id]
+        for rollout in self._views.keys() - living:
+            del self._views[rollout]
+
+    def _newest(self, member: Member, now: float) -> GangMembers | None:
         complete = {
             gang_id: gang
             for gang_id, gang in self._gangs.items()
-            if gang.role == role and gang.complete
+            if (gang.rollout, gang.role) == (member.rollout, member.role) and gang.complete
         }
         living = {gang_id: gang for gang_id, gang in complete.items() if gang.alive(now)}
         # Without a living gang the newest one counts: its registrations may only be late.
@@ -128,10 +174,11 @@ class Membership:
             del self._gangs[dead]
         return _members(newest, candidates[newest])
 
-    def _install(self, role: GangRole, gang: GangMembers | None) -> bool:
-        if gang == self.view.gang(role):
+    def _install(self, member: Member, gang: GangMembers | None) -> bool:
+        view = self.view(member.rollout)
+        if gang == view.gang(member.role):
             return False
-        self.view = replace(self.view, **{role: gang})
+        self._views[member.rollout] = replace(view, **{member.role: gang})
         return True
 
 
@@ -141,6 +188,7 @@ class _Gang:
 
     role: GangRole
     world_size: int
+    rollout: int
     incarnation: int = 0
     ranks: dict[int, RankAddress] = field(default_factory=dict)
     registered_at: dict[int, float] = field(default_factory=dict)

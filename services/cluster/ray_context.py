@@ -18,6 +18,7 @@ from ray.experimental import internal_kv
 
 from csps.protocols.core.errors import ConfigError, abridged
 from csps.protocols.core.topology import Location
+from csps.services.cluster.handover import ServingRollouts
 from csps.services.settings.settings import Settings
 
 SERVER_LABEL = "csps.io/server"
@@ -65,6 +66,15 @@ def application_name() -> str:
     return serve.get_replica_context().app_name
 
 
+def holds_gangs(settings: Settings) -> bool:
+    """Return whether all nodes together have the CPUs and GPUs of a cell's gangs."""
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gangs = settings.gangs.values()
+    cpus = sum(gang.ranks * gang.num_cpus for gang in gangs)
+    gpus = sum(gang.ranks * gang.num_gpus for gang in gangs)
+    return total.get("CPU", 0) >= cpus and total.get("GPU", 0) >= gpus
+
+
 def _node_address() -> str:
     """Return this node's address as the cluster knows it.
 
@@ -80,17 +90,17 @@ class RayGenerations:
     """A counter of one application.
 
     The store has neither increments nor transactions, but it can refuse to overwrite. The counter
-    is the largest of the keys `NAME/number`, and creating a key claims its number. Takeover
-    priorities are the keys `NAME-held/number`.
+    is the largest of the keys `NAME/number`, and creating a key claims its number. Heartbeats are
+    the keys `NAME-held/number`.
     """
 
     def __init__(self, name: str) -> None:
         """Store the name; contact nobody yet.
 
         Args:
-            name: shared by all users of the counter, such as "csps/routers".
+            name: shared by all users of the counter or of the heartbeats, such as "csps/routers".
         """
-        self._prefix, self._priority_prefix = f"{name}/", f"{name}-held/"
+        self._prefix, self._heartbeat_prefix = f"{name}/", f"{name}-held/"
         # Threads of its own: a GCS that does not answer holds each for a minute.
         self._threads = ThreadPoolExecutor(2, "gcs")
 
@@ -101,8 +111,8 @@ class RayGenerations:
     async def claim(self) -> int:
         return await self._call(self._claim)
 
-    async def claim_priority(self, number: int, heartbeat: int) -> None:
-        key = f"{self._priority_prefix}{number}"
+    async def publish_heartbeat(self, number: int, heartbeat: int) -> None:
+        key = f"{self._heartbeat_prefix}{number}"
         await self._call(
             internal_kv._internal_kv_put,
             key,
@@ -111,20 +121,20 @@ class RayGenerations:
             namespace=_NAMESPACE,
         )
 
-    async def release_priority(self, number: int) -> None:
-        key = f"{self._priority_prefix}{number}"
+    async def withdraw_heartbeat(self, number: int) -> None:
+        key = f"{self._heartbeat_prefix}{number}"
         await self._call(internal_kv._internal_kv_del, key, namespace=_NAMESPACE)
 
-    async def priorities(self) -> dict[int, int]:
-        return await self._call(self._read_priorities)
+    async def heartbeats(self) -> dict[int, int]:
+        return await self._call(self._read_heartbeats)
 
-    def _read_priorities(self) -> dict[int, int]:
-        priorities = {}
-        for key in internal_kv._internal_kv_list(self._priority_prefix, namespace=_NAMESPACE):
+    def _read_heartbeats(self) -> dict[int, int]:
+        heartbeats = {}
+        for key in internal_kv._internal_kv_list(self._heartbeat_prefix, namespace=_NAMESPACE):
             heartbeat = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-            if heartbeat is not None:  # released meanwhile
-                priorities[int(key.decode().removeprefix(self._priority_prefix))] = int(heartbeat)
-        return priorities
+            if heartbeat is not None:  # withdrawn meanwhile
+                heartbeats[int(key.decode().removeprefix(self._heartbeat_prefix))] = int(heartbeat)
+        return heartbeats
 
     def _claim(self) -> int:
         newest = max(self._numbers(), default=0)
@@ -151,3 +161,8 @@ class RayGenerations:
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}{number}"
+
+
+def serving_rollouts(rollout: int) -> ServingRollouts:
+    """Return the rollouts of this replica's application whose routers serve."""
+    return ServingRollouts(RayGenerations(f"{application_name()}/serving"), rollout)

@@ -17,6 +17,7 @@ from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
 from csps.protocols.rpc.client import RpcClient
 from csps.protocols.rpc.schema import pack, unpack
 from csps.protocols.rpc.server import Peer, RpcServer
+from csps.protocols.rpc.tls import Tls
 from csps.services.cluster.ray_context import application_name, listen_host
 from csps.services.settings.credentials import ClusterSecret
 from csps.services.settings.settings import Settings
@@ -42,7 +43,9 @@ class Configurator:
         self._profiling: asyncio.Task[None] | None = None
         if self._rules.waits:
             self._profiling = asyncio.create_task(self._profile(settings))
-        self._rpc = RpcServer({"strategies": self._strategies}, secret=secret.value)
+        self._rpc = RpcServer(
+            {"strategies": self._strategies}, secret=secret.value, tls=settings.load_tls()
+        )
         self._address = await self._rpc.start(listen_host(settings))
 
     async def address(self) -> tuple[str, int]:
@@ -110,9 +113,11 @@ def attention_shape(settings: Settings) -> AttentionShape:
 class ConfiguratorClient:
     """Asks the configurator, and reconnects after it was replaced."""
 
-    def __init__(self, handle: DeploymentHandle[Configurator], secret: ClusterSecret) -> None:
+    def __init__(
+        self, handle: DeploymentHandle[Configurator], secret: ClusterSecret, tls: Tls | None = None
+    ) -> None:
         self._handle = handle
-        self._secret = secret
+        self._secret, self._tls = secret, tls
         self._client: RpcClient | None = None
         self._connecting = asyncio.Lock()
 
@@ -145,5 +150,6 @@ class ConfiguratorClient:
                     secret=self._secret.value,
                     name="router",
                     deadline_s=CONNECT_DEADLINE_S,
+                    tls=self._tls,
                 )
             return self._client

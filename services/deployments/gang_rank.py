@@ -19,8 +19,11 @@ from ray.serve.gang import GangContext
 from ray.serve.handle import DeploymentHandle
 
 from csps.actors.worker.rank_config import RankConfig
+from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole, RankAddress
-from csps.services.cluster.membership import Member
+from csps.protocols.rpc.tls import Tls
+from csps.services.cluster.handover import wait_for_former_router
+from csps.services.cluster.membership import Directory, Member
 from csps.services.cluster.ray_context import (
     RayGenerations,
     application_name,
@@ -28,8 +31,9 @@ from csps.services.cluster.ray_context import (
     listen_host,
     own_actor,
     own_labels,
+    serving_rollouts,
 )
-from csps.services.cluster.registry import Registration, Registry, wait_for_store
+from csps.services.cluster.registry import Registration, Registry, RegistryDirectory
 from csps.services.settings.credentials import ClusterSecret
 from csps.services.settings.devices import check_gpus, resolve_device
 from csps.services.settings.settings import Settings
@@ -43,6 +47,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
+ROOM_POLL_S = 1.0
+UPDATE_S = 600.0
+"""Time for the next rollout to become ready, until which the former router serves with ranks that
+an update has removed, as from a pair to an elastic gang."""
 
 
 class GangRank:
@@ -54,25 +62,34 @@ class GangRank:
         settings: Settings,
         secret: ClusterSecret,
         registry: DeploymentHandle[Registry],
+        rollout: int,
     ) -> None:
-        self._drain_s = settings.drain_s
+        self._patience_s = UPDATE_S + settings.drain_s
         gang = _gang_context()
         self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry, rank=gang.rank)
         began = time.monotonic()
+        directory = RegistryDirectory(registry, rollout)
+        if gang.rank == 0:
+            try:
+                await _wait_for_room(settings, directory)
+            finally:  # one that cannot start has a place as well, and none must be made for it
+                await directory.begin(gang.gang_id, role)
         config = rank_config(role, settings, gang, host=listen_host(settings))
-        store, publishing = await _rendezvous_store(gang, config.host, secret, registry)
+        tls = settings.load_tls()
+        store, publishing = await _rendezvous_store(gang, config, secret, tls, directory)
         try:
             self._rank = _make_rank(config, secret, store)
             self._address = await asyncio.to_thread(self._rank.start)
         finally:
             if publishing is not None:
                 publishing.end()
-        member = await self._member(role, gang)
+        member = await self._member(role, gang, rollout)
         self._registration = Registration(gang.rank, partial(registry.join.remote, member))
         logger.info(
             "%s rank %d of gang %s is up after %.1f s at %s:%d",
             role, gang.rank, gang.gang_id, time.monotonic() - began, *self._address,
         )  # fmt: skip
+        await wait_for_former_router(serving_rollouts(rollout), self.check_health)
 
     def check_health(self) -> None:
         """Raise, for Serve, if the rank cannot go on; Serve then replaces its gang."""
@@ -85,17 +102,18 @@ class GangRank:
             return
         if registration := getattr(self, "_registration", None):
             registration.end()
-        await _router_detached(rank, self._drain_s)
+        await _router_detached(rank, self._patience_s)
         await asyncio.to_thread(rank.close)
         self._flush_spans()
 
-    async def _member(self, role: GangRole, gang: GangContext) -> Member:
+    async def _member(self, role: GangRole, gang: GangContext, rollout: int) -> Member:
         host, port = self._address
         return Member(
             role=role,
             gang_id=gang.gang_id,
             world_size=gang.world_size,
             address=RankAddress(rank=gang.rank, host=host, port=port),
+            rollout=rollout,
             incarnation=await _incarnation(role) if gang.rank == 0 else 0,
             replica=own_actor(),
         )
@@ -113,7 +131,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         world_size=gang.world_size,
         tp=section.tp,
         gang_id=gang.gang_id,
-        kv_slots=section.kv_slots,
+        kv_slots=_kv_slots(role, settings),
         dtype=settings.dtype,
         device=resolve_device(settings.device, section.num_gpus),
         threads=section.threads,
@@ -123,8 +141,24 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
         kv_receiving_backends=settings.kv_transfer.receiving_backends,
         kv_checksum=settings.kv_transfer.checksum,
+        tls=None if settings.tls is None else settings.tls.files,
         quantum_ms=settings.quantum_ms,
     )
+
+
+def _kv_slots(role: GangRole, settings: Settings) -> int:
+    slots = settings.gangs[role].kv_slots
+    if slots != "auto":
+        return slots
+    # Imported here: the application is built by processes that do not need torch.
+    import torch
+
+    from csps.services.planning.memory import auto_slots, on_gpus
+
+    gpu = on_gpus(role, settings)
+    slots = auto_slots(role, settings, torch.cuda.mem_get_info()[1] if gpu else None)
+    logger.info("%s: kv_slots auto is %d", role, slots)
+    return slots
 
 
 def location(role: GangRole, settings: Settings, rank: int) -> str:
@@ -151,8 +185,44 @@ def _gang_context() -> GangContext:
     return gang
 
 
+async def _wait_for_room(settings: Settings, directory: Directory) -> None:
+    """Wait while main memory is short and a former rollout's gangs live, which are in the way.
+
+    Ray places ranks by CPUs and GPUs, and does not know how much memory they will fill.
+
+    Raises:
+        ConfigError: they live, and memory would not do without them either: they serve on.
+    """
+    # Imported late: `services.app` imports this module where torch is not needed.
+    from csps.services.launch.preflight import check_memory, check_memory_at_all, memory_need
+
+    said = False
+    need = await asyncio.to_thread(memory_need, settings, ray_runs=True)
+    while True:
+        try:
+            return check_memory(need)
+        except ConfigError as error:
+            if not said:
+                logger.info("looking for a former rollout's gangs to wait for: %s", error)
+            said = True
+        try:
+            census = await directory.census()
+        except Exception as exc:  # Serve decides what it raises
+            logger.info("the gang directory does not answer, retrying: %s", type(exc).__name__)
+        else:
+            if census.outdated:
+                check_memory_at_all(need)
+            elif census.settled:
+                return None  # a gang that is not loaded in full may do with less
+        await asyncio.sleep(ROOM_POLL_S)
+
+
 async def _rendezvous_store(
-    gang: GangContext, host: str, secret: ClusterSecret, registry: DeploymentHandle[Registry]
+    gang: GangContext,
+    config: RankConfig,
+    secret: ClusterSecret,
+    tls: Tls | None,
+    directory: RegistryDirectory,
 ) -> tuple[HostedStore | StoreAddress, Registration | None]:
     """Host the gang's rendezvous store on rank 0, and find it on the other ranks.
 
@@ -163,10 +233,12 @@ async def _rendezvous_store(
     from csps.actors.comm.rendezvous import StoreAddress, host_store
 
     if gang.rank > 0:
-        return StoreAddress(*await wait_for_store(registry, gang.gang_id)), None
-    hosted = await asyncio.to_thread(host_store, host, secret.value)
+        return StoreAddress(*await directory.wait_for_store(gang.gang_id)), None
+    hosted = await asyncio.to_thread(host_store, config.host, secret.value, tls)
     address = hosted.address
-    publish = partial(registry.publish_store.remote, gang.gang_id, address.host, address.port)
+    publish = partial(
+        directory.publish_store, gang.gang_id, address.host, address.port, config.role
+    )
     return hosted, Registration(gang.rank, publish)
 
 

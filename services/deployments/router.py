@@ -7,13 +7,20 @@ import gc
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from csps.protocols.core.errors import FaultError
 from csps.services.cluster.attachment import Cluster
-from csps.services.cluster.ray_context import RayGenerations, application_name
+from csps.services.cluster.handover import Handover
+from csps.services.cluster.ray_context import (
+    RayGenerations,
+    application_name,
+    holds_gangs,
+    serving_rollouts,
+)
 from csps.services.cluster.registry import Registry, RegistryDirectory
 from csps.services.deployments.configurator import Configurator, ConfiguratorClient, attention_shape
 from csps.services.deployments.gang_rank import GangRank
@@ -39,12 +46,14 @@ class Router:
         secret: ClusterSecret,
         registry: DeploymentHandle[Registry],
         configurator: DeploymentHandle[Configurator],
+        rollout: int,
         gangs: Sequence[DeploymentHandle[GangRank]],
     ) -> None:
         # `gangs` only makes the gangs part of the application: the router reaches them without Ray.
         self._settings = settings
         self._flush_spans = tracing.install("csps-router", settings.telemetry)
-        self._configurator = ConfiguratorClient(configurator, secret)
+        tls = settings.load_tls()
+        self._configurator = ConfiguratorClient(configurator, secret, tls)
         self._metrics = Metrics(settings.model_name)
         self._parser = RequestParser(settings)
         self._parser_pool = ParserPool(self._parser.body_parser)
@@ -55,14 +64,24 @@ class Router:
         self._log = open_log(settings, table)
         store_table = None if self._log is None else self._log.store_table
         costs = CostTableService(table, self._configurator.strategies, store_table)
+        directory, roles = RegistryDirectory(registry, rollout), tuple(settings.gangs)
+        cluster = Cluster(
+            directory,
+            secret=secret.value,
+            router_id=secrets.token_hex(8),
+            generations=RayGenerations(f"{application_name()}/routers"),
+            roles=roles,
+            tls=tls,
+        )
+        self._handover = Handover(
+            cluster,
+            directory,
+            serving_rollouts(rollout),
+            roles,
+            feasible=partial(holds_gangs, settings),
+        )
         self._service = RequestService(
-            cluster=Cluster(
-                RegistryDirectory(registry),
-                secret=secret.value,
-                router_id=secrets.token_hex(8),
-                generations=RayGenerations(f"{application_name()}/routers"),
-                roles=tuple(settings.gangs),
-            ),
+            cluster=cluster,
             scheduler=make_scheduler(settings, costs.costs),
             costs=costs,
             shape=attention_shape(settings),
@@ -103,12 +122,14 @@ class Router:
         gc.collect()
         gc.freeze()
         try:
+            await self._handover.wait_turn()
             yield
         finally:
             for task in tasks:
                 task.cancel()
             self._watching = None
             await self._service.close(self._settings.drain_s)
+            await self._handover.close()
             await self._configurator.close()
             await self._parser_pool.close()
             if self._log is not None:

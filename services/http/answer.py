@@ -1,4 +1,4 @@
-"""The OpenAI answer made of sampled tokens: text, log-probabilities, stop strings, events.
+"""The answer made of sampled tokens: text, log-probabilities, stop strings, events.
 
 `GeneratedResponse` reads tokens from a request's handle. `AnswerText` turns them into deltas, and
 `StopStrings` withholds text that may be part of a stop string.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -14,54 +15,99 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
+from csps.protocols.anthropic.messages import MessagesAnswer
 from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import SampledToken
 from csps.protocols.openai.requests import StreamOptions
 from csps.protocols.openai.responses import (
-    DONE,
-    AssistantMessage,
-    ChatChoice,
     ChatCompletionResponse,
     ChatStream,
-    CompletionChoice,
     CompletionResponse,
     CompletionStream,
     FinishReason,
+    Part,
     TextLogprob,
     Usage,
     WholeChat,
     WholeCompletion,
+    whole_body,
 )
+from csps.protocols.openai.responses_api import ResponsesAnswer
+from csps.services.http.answer_parts import AnswerParts
+from csps.services.http.body import end_tasks
+from csps.services.http.body_parser import AnswerOptions, Endpoint
 from csps.services.http.errors import last_event
 from csps.services.http.request_parser import ParsedRequest
 from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_spec import RequestSpec
 from csps.services.telemetry.request_trace import RequestTrace
+
+Encoder = CompletionStream | ChatStream | MessagesAnswer | ResponsesAnswer
+_ID_PREFIX: dict[Endpoint, str] = {
+    "completion": "cmpl-",
+    "chat": "chatcmpl-",
+    "messages": "msg_",
+    "responses": "resp_",
+}
+Submit = Callable[[RequestSpec], RequestHandle]
 
 
 class GeneratedResponse:
-    """One request's answer, from submission to the end."""
+    """The answer to one HTTP request, from submission to the end: one choice or several."""
 
     def __init__(
         self,
         parsed: ParsedRequest,
-        handle: RequestHandle,
+        submit: Submit,
         *,
         model: str,
         tokenizer: Tokenizer,
         trace: RequestTrace,
     ) -> None:
+        """Submit the request; answers to the same prompt may follow later.
+
+        Raises:
+            RequestError: it was not admitted.
+        """
         self._options = parsed.answer
-        self._spec = parsed.spec
-        self._model = model
-        self._handle = handle
-        self._trace = trace
+        self._spec = parsed.specs[0]
+        self._prompt_tokens = 0
+        self._model, self._trace, self._submit = model, trace, submit
         self._created = int(time.time())
-        self._answer = AnswerText(
-            tokenizer,
-            stop=parsed.answer.stop,
-            min_tokens=parsed.spec.sampling.min_tokens,
-            skip_special=parsed.answer.skip_special_tokens,
-        )
+        self._choices: list[_Choice] = []
+        samples = parsed.samples
+        for index, (spec, echo) in enumerate(zip(parsed.specs, parsed.echoes, strict=True)):
+            begins_with = echo or parsed.answer.begins_with
+            choice = _Choice(index, spec, parsed.answer, begins_with, tokenizer)
+            if index % samples == 0:
+                self._prompt_tokens += int(spec.prompt.size)
+            elif spec.hashes:
+                choice.after = self._choices[index - index % samples]
+            self._choices.append(choice)
+        self._samples = samples
+        self._ended = 0
+        """Choices whose last event was sent."""
+        try:
+            for choice in self._choices:
+                if choice.after is None:
+                    choice.handle = submit(choice.spec)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Cancel what was submitted and has not ended."""
+        for choice in self._choices:
+            if choice.handle is not None:
+                choice.handle.cancel()
+                choice.handle.drop_unread()
+
+    @property
+    def handle(self) -> RequestHandle:
+        """Return the handle of the first choice."""
+        handle = self._choices[0].handle
+        assert handle is not None, "the first choice is submitted at once"
+        return handle
 
     async def deltas(self) -> AsyncGenerator[list[AnswerDelta]]:
         """Yield the answer, each time all deltas since the last one. Closing it ends the request.
@@ -69,28 +115,45 @@ class GeneratedResponse:
         Raises:
             CspsError: the error with which the request failed.
         """
-        reason: FinishReason | None = None
         try:
-            async with self._handle:
-                while reason is None and (tokens := await self._handle.pending()):
-                    deltas = self._answer.push_all(tokens)
-                    reason = deltas[-1].finish_reason if deltas else None
-                    if self._answer.stopped:
-                        self._handle.cancel("stop")
-                    if deltas:
-                        yield deltas
-                    if self._answer.cancelled:
-                        raise Cancelled("the request was cancelled by the server")
-            if reason is None:
-                raise Cancelled("the request ended without an answer")
+            batches = (
+                self._choices[0].deltas(self._submit) if len(self._choices) == 1 else self._merged()
+            )
+            async with aclosing(batches):
+                async for deltas in batches:
+                    yield deltas
         except Exception as error:
             self._trace.failed(error)
             raise
         finally:
+            self._leave()
             self._trace.answered(
-                self._handle, model=self._model, response_id=self._id, reason=reason
+                self.handle,
+                model=self._model,
+                response_id=self._id,
+                reason=self._choices[0].reason,
             )
             self._trace.end()
+
+    async def _merged(self) -> AsyncGenerator[list[AnswerDelta]]:
+        """Yield the deltas of all choices as they come."""
+        streams = [choice.deltas(self._submit) for choice in self._choices]
+        waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    stream = waiting.pop(task)
+                    try:
+                        deltas = task.result()
+                    except StopAsyncIteration:
+                        continue
+                    yield deltas
+                    waiting[asyncio.ensure_future(anext(stream))] = stream
+        finally:
+            await end_tasks(*waiting)
+            for stream in streams:
+                await stream.aclose()
 
     # --- without streaming ---
 
@@ -101,36 +164,57 @@ class GeneratedResponse:
             grown: called with the body's length again and again; an exception from it ends the
                 request.
         """
-        body = WholeChat() if self._options.chat else WholeCompletion()
-        reason: FinishReason | None = None
+        if self._options.endpoint in ("messages", "responses"):
+            return await self._whole_alone(grown)
+        make = WholeCompletion if self._options.endpoint == "completion" else WholeChat
+        bodies = [make() for _ in self._choices]
         async with aclosing(self.deltas()) as batches:
             async for deltas in batches:
                 for delta in deltas:
-                    body.push(delta.text, delta.logprob)
-                grown(body.bytes)
-                reason = deltas[-1].finish_reason
-        assert reason is not None, "deltas() ended without a finish reason"
-        return body.pieces(self._chat(reason) if self._options.chat else self._completion(reason))
+                    shown = delta.logprob if self._options.logprobs else None
+                    bodies[delta.choice].push(delta.parts, shown)
+                grown(sum(body.bytes for body in bodies))
+        choices = [
+            bodies[choice.index].pieces(index, choice.finished)
+            for index, choice in enumerate(self._returned())
+        ]
+        return whole_body(self._body(), choices)
 
-    def _completion(self, reason: FinishReason) -> CompletionResponse:
-        return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[CompletionChoice(text="", finish_reason=reason)],
-            usage=self._usage(),
-            csps=self._report(),
-        )
+    async def _whole_alone(self, grown: Callable[[int], None]) -> list[bytes]:
+        """Return the body of an answer of an API that has one choice."""
+        answer = self._encoder()
+        assert isinstance(answer, MessagesAnswer | ResponsesAnswer), "the others have choices"
+        async with aclosing(self.deltas()) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    self._event(answer, delta)
+                grown(answer.bytes)
+        return [answer.whole(self._tokens, self._report())]
 
-    def _chat(self, reason: FinishReason) -> ChatCompletionResponse:
-        return ChatCompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[ChatChoice(message=AssistantMessage(content=""), finish_reason=reason)],
-            usage=self._usage(),
-            csps=self._report(),
-        )
+    def _returned(self) -> list[_Choice]:
+        """Return the choices to show: the likeliest of each prompt, as many as were asked for."""
+        samples, shown = self._samples, self._options.answers
+        if samples == shown:
+            return self._choices
+        return [
+            choice
+            for first in range(0, len(self._choices), samples)
+            for choice in heapq.nlargest(
+                shown, self._choices[first : first + samples], key=lambda each: each.likelihood
+            )
+        ]
+
+    def _body(self) -> CompletionResponse | ChatCompletionResponse:
+        made = CompletionResponse if self._options.endpoint == "completion" else None
+        fields: dict[str, Any] = {
+            "id": self._id,
+            "created": self._created,
+            "model": self._model,
+            "choices": [],
+            "usage": self._usage(),
+            "csps": self._report(),
+        }
+        return made(**fields) if made else ChatCompletionResponse(**fields)
 
     # --- streaming ---
 
@@ -145,9 +229,9 @@ class GeneratedResponse:
             first: the first item of `deltas`.
             rest: the other items of `deltas`.
         """
-        stream = self._stream()
+        stream = self._encoder()
         try:
-            head = stream.start() if isinstance(stream, ChatStream) else b""
+            head = b"".join(stream.start(choice.index) for choice in self._choices)
             if not first.done() and head:
                 yield head
                 head = b""
@@ -155,38 +239,45 @@ class GeneratedResponse:
             async for deltas in rest:
                 yield self._events(stream, deltas)
         except Exception as error:
-            yield last_event(error) + DONE
+            yield last_event(error, self._options.endpoint)
 
-    def _stream(self) -> CompletionStream | ChatStream:
-        make = ChatStream if self._options.chat else CompletionStream
-        return make(
-            request_id=self._id,
-            model=self._model,
-            created=self._created,
-            prompt_tokens=int(self._spec.prompt.size),
-            cached_tokens=lambda: self._handle.cached_tokens,
-            options=StreamOptions(
-                include_usage=self._options.include_usage,
-                continuous_usage_stats=self._options.continuous_usage,
-            ),
+    def _encoder(self) -> Encoder:
+        shared: dict[str, Any] = {
+            "request_id": self._id,
+            "model": self._model,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": lambda: self._cached_tokens,
+        }
+        match self._options.endpoint:
+            case "messages":
+                return MessagesAnswer(**shared)
+            case "responses":
+                return ResponsesAnswer(created=self._created, **shared)
+        options = StreamOptions(
+            include_usage=self._options.include_usage,
+            continuous_usage_stats=self._options.continuous_usage,
         )
+        make = CompletionStream if self._options.endpoint == "completion" else ChatStream
+        return make(created=self._created, options=options, **shared)
 
-    def _events(
-        self, stream: CompletionStream | ChatStream, deltas: Sequence[AnswerDelta]
-    ) -> bytes:
-        """Return the events of deltas that came together; the last delta ends the stream."""
-        last = deltas[-1].finish_reason is not None
+    def _events(self, stream: Encoder, deltas: Sequence[AnswerDelta]) -> bytes:
+        """Return the events of deltas that came together, and the end after the last of all."""
         events = [self._event(stream, delta) for delta in deltas]
-        if last:
-            events.append(stream.usage(deltas[-1].tokens) + DONE)
+        # By what is sent: a choice may have its last tokens before the others' are sent.
+        self._ended += sum(delta.finish_reason is not None for delta in deltas)
+        if self._ended == len(self._choices):
+            events.append(stream.end(self._tokens))
         return b"".join(events)
 
-    def _event(self, stream: CompletionStream | ChatStream, delta: AnswerDelta) -> bytes:
+    def _event(self, stream: Encoder, delta: AnswerDelta) -> bytes:
+        tokens = delta.tokens if len(self._choices) == 1 else self._tokens
         return stream.delta(
-            delta.text,
-            completion_tokens=delta.tokens,
+            delta.parts,
+            index=delta.choice,
+            completion_tokens=tokens,
             logprobs=() if delta.logprob is None else (delta.logprob,),
             finish_reason=delta.finish_reason,
+            stop_string=delta.stop_string,
             csps=None if delta.finish_reason is None else self._report(),
         )
 
@@ -194,42 +285,158 @@ class GeneratedResponse:
 
     @property
     def _id(self) -> str:
-        prefix = "chatcmpl" if self._options.chat else "cmpl"
-        return f"{prefix}-{self._spec.client_request_id}"
+        return f"{_ID_PREFIX[self._options.endpoint]}{self._spec.client_request_id}"
+
+    @property
+    def _tokens(self) -> int:
+        """Return the tokens of all choices."""
+        return sum(choice.tokens for choice in self._choices)
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Return the cached tokens of all prompts, each counted once."""
+        firsts = (choice.handle for choice in self._choices[:: self._samples])
+        return sum(handle.cached_tokens for handle in firsts if handle is not None)
 
     def _usage(self) -> Usage:
-        prompt_tokens = int(self._spec.prompt.size)
-        return Usage.of(prompt_tokens, self._answer.tokens, self._handle.cached_tokens)
+        return Usage.of(self._prompt_tokens, self._tokens, self._cached_tokens)
 
     def _report(self) -> dict[str, Any] | None:
-        return self._handle.explain() if self._options.explain else None
+        return self.handle.explain() if self._options.explain else None
+
+
+class _Choice:
+    """One of the answers to a request."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: RequestSpec,
+        options: AnswerOptions,
+        begins_with: str,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.index, self.spec = index, spec
+        self.handle: RequestHandle | None = None
+        """Handle, once it is submitted."""
+        self.after: _Choice | None = None
+        """Choice with the same prompt, whose KV it uses."""
+        self.reason: FinishReason | None = None
+        self._answer = AnswerText(
+            tokenizer,
+            index=index,
+            stop=options.stop,
+            include_stop=options.include_stop,
+            min_tokens=spec.sampling.min_tokens,
+            skip_special=options.skip_special_tokens,
+            begins_with=begins_with,
+            parts=_splitter(options),
+            include_reasoning=options.include_reasoning,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens so far."""
+        return self._answer.tokens
+
+    @property
+    def likelihood(self) -> float:
+        """Return the mean log-probability of the tokens."""
+        return self._answer.logprob / max(1, self._answer.tokens)
+
+    @property
+    def finished(self) -> FinishReason:
+        """Return why a whole answer has ended."""
+        assert self.reason is not None, "the answer ended without a finish reason"
+        return self.reason
+
+    async def deltas(self, submit: Submit) -> AsyncGenerator[list[AnswerDelta]]:
+        """Yield the answer, each time all deltas since the last one.
+
+        A choice that shares its prompt is submitted when the prompt's KV can be reused.
+        """
+        if self.handle is None:
+            assert self.after is not None, "a choice of its own is submitted at once"
+            assert self.after.handle is not None, "choices come in order"
+            await self.after.handle.prefill_over.wait()
+            self.handle = submit(self.spec)
+        async with self.handle:
+            while self.reason is None and (tokens := await self.handle.pending()):
+                deltas = self._answer.push_all(tokens)
+                self.reason = deltas[-1].finish_reason if deltas else None
+                if self._answer.stopped:
+                    self.handle.cancel("stop")
+                if deltas:
+                    yield deltas
+                if self._answer.cancelled:
+                    raise Cancelled("the request was cancelled by the server")
+        if self.reason is None:
+            raise Cancelled("the request ended without an answer")
+
+
+def _splitter(options: AnswerOptions) -> AnswerParts | None:
+    """Return what finds reasoning and calls in an answer; None if it may have neither."""
+    if options.tool_format is None and options.reasoning == "none":
+        return None
+    return AnswerParts(
+        tool_format=options.tool_format,
+        reasoning=options.reasoning,
+        parallel=options.parallel_calls,
+    )
 
 
 class AnswerDelta(NamedTuple):
     """One token's contribution to an answer. A tuple, because every token makes one."""
 
-    text: str
+    parts: Sequence[Part]
     """Text to show; empty within a character, or while it may become a stop string."""
     tokens: int
     """Tokens of the answer up to this one, including a final end-of-sequence token."""
     finish_reason: FinishReason | None = None
     logprob: TextLogprob | None = None
+    choice: int = 0
+    """Index of the choice."""
+    stop_string: str | None = None
+    """Stop string that ended the answer."""
 
 
 class AnswerText:
     """Assembles one answer; push tokens until a delta has a finish reason, or `cancelled`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str], min_tokens: int, skip_special: bool
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str],
+        min_tokens: int,
+        skip_special: bool,
+        index: int = 0,
+        include_stop: bool = False,
+        begins_with: str = "",
+        parts: AnswerParts | None = None,
+        include_reasoning: bool = True,
     ) -> None:
+        """Args:
+        index: of the choice.
+        include_stop: the text ends with the stop string that ended it.
+        begins_with: text before that of the first token.
+        parts: finds reasoning and calls; None for an answer that is text.
+        include_reasoning: False leaves the reasoning out.
+        """
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special)
-        self._stop = StopStrings(stop)
+        self._stop = StopStrings(stop, include=include_stop)
         self._min_tokens = min_tokens
+        self._index, self._begins_with = index, begins_with
+        self._parts, self._include_reasoning = parts, include_reasoning
+        self.logprob = 0.0
+        """Sum of the tokens' log-probabilities, where they are known."""
         self._characters = 0
         """Characters of the answer so far, including withheld ones."""
         self.tokens = 0
         """Tokens sampled so far, including a final end-of-sequence token."""
+        self._ended = False
+        """The call that was wanted is complete."""
         self.cancelled = False
         """The server cancelled the request."""
 
@@ -250,13 +457,40 @@ class AnswerText:
         self.tokens += 1
         offset = self._characters
         text, reason = self._shown(token)
-        logprob = None if token.logprob is None else self._logprob(token, token.logprob, offset)
-        return AnswerDelta(text, self.tokens, reason, logprob)
+        if self._begins_with:
+            text, self._begins_with = self._begins_with + text, ""
+        logprob = None
+        if token.logprob is not None:
+            self.logprob += token.logprob
+            logprob = self._logprob(token, token.logprob, offset)
+        if self._parts is None:
+            parts: Sequence[Part] = (Part("content", text),)
+        else:
+            parts, reason = self._split(self._parts, text, reason)
+        return AnswerDelta(
+            parts, self.tokens, reason, logprob, self._index, self._stop.string or None
+        )
+
+    def _split(
+        self, splitter: AnswerParts, text: str, reason: FinishReason | None
+    ) -> tuple[Sequence[Part], FinishReason | None]:
+        """Return the parts of some text, and why the answer ends with it."""
+        parts = splitter.push(text)
+        if splitter.ended and reason is None:
+            self._ended = True
+            reason = "stop"
+        if reason is not None:
+            parts += splitter.flush()
+            if splitter.calls and reason == "stop":
+                reason = "tool_calls"
+        if not self._include_reasoning:
+            parts = [part for part in parts if part.kind != "reasoning"]
+        return parts, reason
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stop string ended the answer, while the ranks still sample tokens."""
-        return self._stop.found
+        """Return whether the text has ended the answer, while the ranks still sample tokens."""
+        return self._stop.found or self._ended
 
     def _shown(self, token: SampledToken) -> tuple[str, FinishReason | None]:
         # A token that ends the answer is a signal, not text.
@@ -293,11 +527,17 @@ class StopStrings:
     ends at the first character that completes a stop string, however its text was cut into tokens.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """Args:
+        include: a stop string that is found is shown.
+        """
         self._stops = [_StopString(stop) for stop in stops]
+        self._include = include
         self._withheld = ""
         self.found = False
         """A stop string was found; nothing more is returned."""
+        self.string = ""
+        """Stop string that was found."""
 
     def push(self, text: str) -> str:
         """Return the text that can be shown after `text`."""
@@ -308,8 +548,9 @@ class StopStrings:
         if ends:
             first = min(end for end, _ in ends)
             longest = max(stop.length for end, stop in ends if end == first)
+            self.string = text[before + first - longest : before + first]
             self.found, self._withheld = True, ""
-            return text[: before + first - longest]
+            return text[: before + first - (0 if self._include else longest)]
         certain = len(text) - max(stop.matched for stop in self._stops)
         self._withheld = text[certain:]
         return text[:certain]

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+import csps
 from csps.protocols.core.errors import ModelNotFound, QueueFull
 from csps.protocols.openai.responses import ModelCard, ModelList
 from csps.services.http.answer import AnswerDelta, GeneratedResponse
@@ -32,8 +33,8 @@ from csps.services.http.body import (
     read_body,
     while_connected,
 )
-from csps.services.http.body_parser import Endpoint, ParsedBody
-from csps.services.http.errors import error_response, on_http_error
+from csps.services.http.body_parser import Endpoint, ParsedBody, Question
+from csps.services.http.errors import error_response, messages_error_response, on_http_error
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestMetadata, RequestParser, read_slo
 from csps.services.requests.request_handle import RequestHandle
@@ -108,6 +109,20 @@ class HttpApi:
         routes = [
             Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
+            Route(
+                "/v1/messages",
+                _guarded(self.messages, messages_error_response),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/messages/count_tokens",
+                _guarded(partial(self._question, "count_tokens"), messages_error_response),
+                methods=["POST"],
+            ),
+            Route("/v1/responses", _guarded(self.responses), methods=["POST"]),
+            Route("/tokenize", _guarded(partial(self._question, "tokenize")), methods=["POST"]),
+            Route("/detokenize", _guarded(partial(self._question, "detokenize")), methods=["POST"]),
+            Route("/version", _guarded(self.version), methods=["GET"]),
             Route("/v1/models", _guarded(self.models), methods=["GET"]),
             Route("/v1/models/{model:path}", _guarded(self.model), methods=["GET"]),
             Route("/health", _guarded(self.health), methods=["GET"]),
@@ -125,14 +140,26 @@ class HttpApi:
         """Handle `POST /v1/chat/completions`."""
         return await self._generate(request, "chat")
 
+    async def messages(self, request: Request) -> Response:
+        """Handle `POST /v1/messages`."""
+        return await self._generate(request, "messages")
+
+    async def responses(self, request: Request) -> Response:
+        """Handle `POST /v1/responses`."""
+        return await self._generate(request, "responses")
+
+    async def version(self, request: Request) -> Response:
+        """Handle `GET /version`."""
+        return JSONResponse({"version": csps.__version__})
+
     async def models(self, request: Request) -> Response:
         """Handle `GET /v1/models`."""
-        self.keys.check(request.headers.get("authorization"))
+        self.keys.check(authorization_of(request))
         return JSONResponse(ModelList(data=[self._card()]).model_dump())
 
     async def model(self, request: Request) -> Response:
         """Handle `GET /v1/models/{model}`."""
-        self.keys.check(request.headers.get("authorization"))
+        self.keys.check(authorization_of(request))
         wanted = request.path_params["model"]
         if wanted != self.parser.model:
             raise ModelNotFound(model=wanted, served=self.parser.model)
@@ -148,9 +175,23 @@ class HttpApi:
         """Handle `GET /metrics` in the Prometheus text format."""
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
+    async def _question(self, question: Question, request: Request) -> Response:
+        """Answer what needs the tokenizer and no model."""
+        api_key = self.keys.check(authorization_of(request))
+        asked = read_slo(request.headers)
+        self.service.check_room(self.parser.slo(asked), api_key, ahead=self.being_read.count)
+        with ExitStack() as counted:
+            with self.being_read.place() as place:
+                body = await self._read(request, place.grown, asked)
+                answer = await while_connected(
+                    request.receive, self.parser_pool.answer(question, body)
+                )
+            counted.enter_context(self.answers.share()).grown(len(answer))
+            return WholeAnswer(_slices(answer), close=counted.pop_all().close)
+
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
         began_ns = time.time_ns()
-        api_key = self.keys.check(request.headers.get("authorization"))
+        api_key = self.keys.check(authorization_of(request))
         response, streams = await self._receive(request, endpoint, api_key, began_ns)
         if streams:
             return await _stream(request, response)
@@ -172,7 +213,7 @@ class HttpApi:
             may_diagnose = self.auth.may_diagnose(api_key)
             trace = RequestTrace(
                 request.headers,
-                operation="chat" if endpoint == "chat" else "text_completion",
+                operation="text_completion" if endpoint == "completion" else "chat",
                 client_request_id=client_request_id,
                 began_ns=began_ns,
                 may_ask=may_diagnose,
@@ -217,12 +258,11 @@ class HttpApi:
         self, body: ParsedBody, metadata: RequestMetadata, trace: RequestTrace
     ) -> tuple[GeneratedResponse, bool]:
         parsed = self.parser.finish(body, metadata)
-        trace.parsed(parsed.spec, self.parser.model)
-        self.keys.check_again(parsed.spec.api_key)  # reading takes long enough for a revocation
-        handle = self.service.submit(parsed.spec)
+        trace.parsed(parsed.specs[0], self.parser.model)
+        self.keys.check_again(metadata.api_key)  # reading takes long enough for a revocation
         response = GeneratedResponse(
             parsed,
-            handle,
+            self.service.submit,
             model=self.parser.model,
             tokenizer=self.parser.tokenizer,
             trace=trace,
@@ -233,7 +273,12 @@ class HttpApi:
         longest, capacity_check = self.parser.max_positions, self.service.capacity_check
         if capacity_check is not None:
             longest = min(longest, capacity_check.promised)
-        return ModelCard(id=self.parser.model, created=_STARTED, max_model_len=longest)
+        return ModelCard(
+            id=self.parser.model,
+            created=_STARTED,
+            max_model_len=longest,
+            default_max_tokens=min(longest, self.parser.default_max_tokens(capacity_check)),
+        )
 
 
 async def _stream(request: Request, response: GeneratedResponse) -> Response:
@@ -265,6 +310,17 @@ async def _settled(future: asyncio.Future[list[AnswerDelta]], seconds: float) ->
         ended.result()
 
 
+def _slices(body: bytes) -> list[bytes]:
+    """Cut a body into pieces that are sent one by one."""
+    return [body[at : at + WRITE_BYTES] for at in range(0, len(body), WRITE_BYTES)]
+
+
+def authorization_of(request: Request) -> str | None:
+    """Return the header `authorization`, or what Anthropic's clients send instead of it."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
+
+
 def client_request_id_of(request: Request) -> str:
     """Return the client's `x-request-id` if it is safe to log, else a fresh one.
 
@@ -274,7 +330,9 @@ def client_request_id_of(request: Request) -> str:
     return given if _SAFE_REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-def _guarded(handler: Handler) -> Handler:
+def _guarded(
+    handler: Handler, respond: Callable[[Exception], Response] = error_response
+) -> Handler:
     """Return a handler that turns exceptions into answers.
 
     Starlette's own handler for `Exception` raises again after its answer, so Serve would log every
@@ -287,7 +345,7 @@ def _guarded(handler: Handler) -> Handler:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
-            return error_response(error)
+            return respond(error)
 
     return guarded
 

@@ -10,11 +10,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from csps.models.network.checkpoint_json import InvalidTextError
+from csps.protocols.anthropic.messages import messages_error_body, messages_error_event
 from csps.protocols.core.errors import InvalidRequest, RequestError, abridged
-from csps.protocols.openai.responses import error_body, error_event
+from csps.protocols.openai.responses import DONE, error_body, error_event
+from csps.protocols.openai.responses_api import responses_error_event
+from csps.services.http.body_parser import Endpoint
 
 logger = logging.getLogger(__name__)
-ROUTES = "/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics"
+ROUTES = (
+    "/v1/completions, /v1/chat/completions, /v1/messages, /v1/messages/count_tokens, "
+    "/v1/responses, /v1/models, /tokenize, /detokenize, /version, /health and /metrics"
+)
 
 
 class PayloadTooLarge(RequestError):
@@ -59,11 +65,24 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(body, status, headers=headers)
 
 
-def last_event(error: Exception) -> bytes:
+def messages_error_response(error: Exception) -> JSONResponse:
+    """Return `error` as an answer of the Messages API."""
+    status, body, headers = messages_error_body(_public(error))
+    _log(status, error)
+    return JSONResponse(body, status, headers=headers)
+
+
+def last_event(error: Exception, endpoint: Endpoint) -> bytes:
     """Return `error` as an event, for a stream whose status line was sent long ago."""
     status, _, _ = error_body(_public(error))
     _log(status, error)
-    return error_event(_public(error))
+    match endpoint:
+        case "messages":
+            return messages_error_event(_public(error))
+        case "responses":
+            return responses_error_event(_public(error))
+        case _:
+            return error_event(_public(error)) + DONE
 
 
 def _log(status: int, error: Exception) -> None:

@@ -11,12 +11,20 @@ import subprocess
 import sys
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from csps.protocols.core.errors import DeadlineExceeded, from_wire
 from csps.protocols.rpc.schema import pack, unpack
 from csps.services.http import parser_process
-from csps.services.http.body_parser import BodyParser, Endpoint, ParsedBody, ServedModel
+from csps.services.http.body_parser import (
+    BodyParser,
+    Endpoint,
+    NeedsProcess,
+    ParsedBody,
+    Question,
+    ServedModel,
+)
 from csps.services.http.errors import PayloadTooLarge
 from csps.services.http.parser_process import LENGTHS, ParseCall, frame, message_of
 
@@ -48,8 +56,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class ParserPool:
     """Parses bodies for the event loop without holding it up.
 
-    Small bodies are parsed on threads of its own. Large ones wait in line for a process, where they
-    delay each other and no short request.
+    Small bodies are parsed on threads of its own. Large ones, and those with a grammar or a chat
+    template of their own, wait in line for a process, where they delay each other and no short
+    request.
     """
 
     def __init__(self, parser: BodyParser, *, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -87,25 +96,39 @@ class ParserPool:
             DeadlineExceeded: parsing takes too long.
         """
         if len(body) <= SMALL_BODY_BYTES:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._parser.parse, endpoint, body, owner
-            )
+            with suppress(NeedsProcess):
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._parser.parse, endpoint, body, owner
+                )
+        answer = await self._in_process(ParseCall(endpoint=endpoint, owner=owner), body)
+        return unpack(ParsedBody, answer["parsed"])
+
+    async def answer(self, question: Question, body: bytes) -> bytes:
+        """Return `BodyParser.answer` of the same arguments; errors are those of `parse`."""
+        if len(body) <= SMALL_BODY_BYTES:
+            with suppress(NeedsProcess):
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._parser.answer, question, body
+                )
+        found: bytes = (await self._in_process(ParseCall(question=question), body))["answer"]
+        return found
+
+    async def _in_process(self, call: ParseCall, body: bytes) -> dict[str, Any]:
+        """Return a process's answer to a call."""
         await self._line.acquire()
         process = self._idle.pop()
-        work = self._begin(self._parse(process, endpoint, body, owner))
+        work = self._begin(self._parse(process, call, body))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(UNWANTED_PARSE_S, _end_work, work, process)
             raise
 
-    async def _parse(
-        self, process: _ParserProcess, endpoint: Endpoint, body: bytes, owner: bytes
-    ) -> ParsedBody:
+    async def _parse(self, process: _ParserProcess, call: ParseCall, body: bytes) -> dict[str, Any]:
         try:
             await process.start()
             async with asyncio.timeout(PARSE_DEADLINE_S):
-                return await process.parse(ParseCall(endpoint=endpoint, owner=owner), body)
+                return await process.parse(call, body)
         except TimeoutError:
             raise DeadlineExceeded("parsing a request body", PARSE_DEADLINE_S) from None
         finally:
@@ -115,7 +138,7 @@ class ParserPool:
             self._idle.append(process)
             self._line.release()
 
-    def _begin(self, work: Coroutine[Any, Any, ParsedBody | None]) -> asyncio.Task[Any]:
+    def _begin(self, work: Coroutine[Any, Any, dict[str, Any] | None]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -182,7 +205,7 @@ class _ParserProcess:
                 _log.warning("a parser's process did not start: %s", error)
                 raise
 
-    async def parse(self, call: ParseCall, body: bytes) -> ParsedBody:
+    async def parse(self, call: ParseCall, body: bytes) -> dict[str, Any]:
         """Parse a body; the process is not usable if this fails with anything but a refusal."""
         watching = asyncio.ensure_future(self._watch_memory())
         try:
@@ -191,7 +214,7 @@ class _ParserProcess:
             watching.cancel()
         if "error" in answer:
             raise from_wire(answer["error"])
-        return unpack(ParsedBody, answer["parsed"])
+        return answer
 
     async def _watch_memory(self) -> None:
         while self._taken_bytes() <= self._memory_bytes:  # noqa: ASYNC110 (memory has no event)

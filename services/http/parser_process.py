@@ -23,7 +23,7 @@ import msgpack  # type: ignore[import-untyped]
 from csps.models.network.checkpoint_json import InvalidTextError
 from csps.protocols.core.errors import InvalidRequest, RequestError, to_wire
 from csps.protocols.rpc.schema import pack, unpack
-from csps.services.http.body_parser import BodyParser, Endpoint, ServedModel
+from csps.services.http.body_parser import BodyParser, Endpoint, Question, ServedModel
 
 LENGTHS = struct.Struct("<II")
 
@@ -32,8 +32,10 @@ LENGTHS = struct.Struct("<II")
 class ParseCall:
     """Request to parse the body that follows in the same frame."""
 
-    endpoint: Endpoint
-    owner: bytes
+    endpoint: Endpoint | None = None
+    owner: bytes = b""
+    question: Question | None = None
+    """What the tokenizer is asked, instead of what the model is."""
 
 
 def frame(message: dict[str, Any], body_bytes: int = 0) -> bytes:
@@ -53,7 +55,7 @@ def main() -> None:
     with socket.socket(fileno=sys.stdin.fileno()) as router, router.makefile("rwb") as stream:
         _be_the_first_to_go()
         message, _ = _read(stream)
-        parser = BodyParser(unpack(ServedModel, message))
+        parser = BodyParser(unpack(ServedModel, message), alone=True)
         _ = parser.tokenizer.long_texts  # read ahead of the first long text
         _write(stream, {})  # ready
         while True:
@@ -63,6 +65,9 @@ def main() -> None:
 
 def _answer(parser: BodyParser, call: ParseCall, body: bytes) -> dict[str, Any]:
     try:
+        if call.question is not None:
+            return {"answer": parser.answer(call.question, body)}
+        assert call.endpoint is not None, "a call is for one of both"
         return {"parsed": pack(parser.parse(call.endpoint, body, call.owner))}
     except InvalidTextError as error:
         return {"error": to_wire(InvalidRequest(str(error)))}

@@ -14,12 +14,21 @@ import numpy as np
 
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.core.errors import ContextLengthExceeded, InvalidRequest, abridged
-from csps.services.http.body_parser import AnswerOptions, BodyParser, ParsedBody, ServedModel
+from csps.services.http.body_parser import (
+    AnswerOptions,
+    BodyParser,
+    ParsedBody,
+    ParsedPrompt,
+    ServedModel,
+)
 from csps.services.requests.request_spec import NO_KEY, ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 from csps.services.settings.settings import Settings
 
 _log = logging.getLogger(__name__)
+
+LONGEST_DEFAULT = 4096
+"""Most tokens of an answer whose request sets no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +49,13 @@ class RequestMetadata:
 class ParsedRequest:
     """A request that is ready to be submitted. Nothing else is kept of its body."""
 
-    spec: RequestSpec
+    specs: tuple[RequestSpec, ...]
+    """One request to the scheduler for each answer: all of the first prompt, then of the next."""
+    samples: int
+    """Answers to each prompt."""
     answer: AnswerOptions
+    echoes: tuple[str, ...]
+    """Text with which each answer begins."""
 
 
 class RequestParser:
@@ -63,11 +77,15 @@ class RequestParser:
                 vocab=spec.vocab,
                 max_positions=self.max_positions,
                 reuses_kv=settings.kv_reuse.enabled,
+                chat_template=settings.chat_template,
+                tool_format=settings.tool_format,
+                reasoning=settings.reasoning,
+                request_templates=settings.http.request_templates,
             )
         )
         self.tokenizer = self.body_parser.tokenizer
         self._warn_of_tokens_without_embedding(spec.vocab)
-        self._default_max_tokens = settings.default_max_tokens
+        self._default_max_tokens: int | None = settings.default_max_tokens
         self.deadlines = settings.http
         """Deadlines for reading bodies."""
         self._deadline_s = settings.deadlines.request_s
@@ -95,12 +113,24 @@ class RequestParser:
         Raises:
             RequestError: prompt and answer do not fit the model or the gangs.
         """
-        max_tokens, sampling = self._max_tokens(body, metadata.capacity_check), body.sampling
-        spec = RequestSpec(
+        specs: list[RequestSpec] = []
+        for prompt in body.prompts:
+            first = self._spec(body, prompt, metadata)
+            specs += [_sample(first, number) for number in range(body.samples)]
+        echoes = tuple(prompt.echo for prompt in body.prompts for _ in range(body.samples))
+        explain = body.answer.explain and metadata.may_explain
+        answer = replace(body.answer, explain=explain)
+        return ParsedRequest(specs=tuple(specs), samples=body.samples, answer=answer, echoes=echoes)
+
+    def _spec(
+        self, body: ParsedBody, prompt: ParsedPrompt, metadata: RequestMetadata
+    ) -> RequestSpec:
+        max_tokens = self._max_tokens(body, prompt, metadata.capacity_check)
+        return RequestSpec(
             client_request_id=metadata.client_request_id,
             api_key=metadata.api_key,
-            prompt=np.frombuffer(body.prompt, np.int32),
-            sampling=sampling if sampling.max_tokens else replace(sampling, max_tokens=max_tokens),
+            prompt=np.frombuffer(prompt.ids, np.int32),
+            sampling=replace(body.sampling, max_tokens=max_tokens),
             objective=body.objective,
             attention=body.attention,
             csa=body.csa,
@@ -108,13 +138,11 @@ class RequestParser:
             given=body.given,
             refuse_unmet=body.refuse_unmet,
             strategy=body.strategy,
-            slo=self.slo(metadata.asked, prompt_tokens=body.prompt_tokens),
+            slo=self.slo(metadata.asked, prompt_tokens=prompt.tokens),
             deadline_s=self._deadline_s,
             prefix=body.prefix,
-            hashes=body.hashes,
+            hashes=prompt.hashes,
         )
-        explain = body.answer.explain and metadata.may_explain
-        return ParsedRequest(spec=spec, answer=replace(body.answer, explain=explain))
 
     def _warn_of_tokens_without_embedding(self, vocab: int) -> None:
         if (highest := self.tokenizer.highest_id) >= vocab:
@@ -123,25 +151,37 @@ class RequestParser:
                 "prompts with other tokens are refused", highest, vocab,
             )  # fmt: skip
 
-    def _max_tokens(self, body: ParsedBody, capacity_check: CapacityCheck | None) -> int:
+    def default_max_tokens(self, capacity_check: CapacityCheck | None) -> int:
+        """Return the limit of an answer whose request sets none, as long as it fits.
+
+        Four such answers have room side by side on a gang that decodes.
+        """
+        if self._default_max_tokens is not None:
+            return self._default_max_tokens
+        slots = LONGEST_DEFAULT * 4 if capacity_check is None else capacity_check.decode_capacity
+        return max(1, min(LONGEST_DEFAULT, slots // 4))
+
+    def _max_tokens(
+        self, body: ParsedBody, prompt: ParsedPrompt, capacity_check: CapacityCheck | None
+    ) -> int:
         """Return the answer's limit: as the client asked, or as much as fits."""
-        prompt_tokens, wanted = body.prompt_tokens, body.sampling.max_tokens
-        room = self.max_positions - prompt_tokens
+        wanted = body.sampling.max_tokens
+        room = self.max_positions - prompt.tokens
         if not wanted:
             longest = (
-                room if capacity_check is None else capacity_check.longest_answer(prompt_tokens)
+                room if capacity_check is None else capacity_check.longest_answer(prompt.tokens)
             )
-            wanted = max(1, min(self._default_max_tokens, room, longest))
+            wanted = max(1, min(self.default_max_tokens(capacity_check), room, longest))
         if wanted > room:
             # The gangs' slots may be a lower limit than the model's positions.
             here = (
-                None if capacity_check is None else capacity_check.rejection(prompt_tokens, wanted)
+                None if capacity_check is None else capacity_check.rejection(prompt.tokens, wanted)
             )
             raise ContextLengthExceeded(
-                prompt_tokens=prompt_tokens,
+                prompt_tokens=prompt.tokens,
                 output_tokens=wanted,
                 limit=self.max_positions if here is None else here.limit,
-                at_least=body.more_tokens,
+                at_least=prompt.more_tokens,
             )
         if body.sampling.min_tokens > wanted:
             raise InvalidRequest(
@@ -150,6 +190,14 @@ class RequestParser:
                 param="min_tokens",
             )
         return wanted
+
+
+def _sample(spec: RequestSpec, number: int) -> RequestSpec:
+    """Return the request for another answer to the same prompt, with random numbers of its own."""
+    if not number:
+        return spec
+    seed = (spec.sampling.seed + number + 2**63) % 2**64 - 2**63
+    return replace(spec, sampling=replace(spec.sampling, seed=seed))
 
 
 def read_slo(headers: Mapping[str, str]) -> SloBounds:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import httpx
-
 from csps.models.needle_prompts.haystack import is_correct
 from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate
 from csps.models.tokenizers.tokenizer import Tokenizer
-from csps.protocols.core.errors import FaultError
+from csps.services.launch.ask_command import Client
 from csps.services.launch.deploy_config import DeployConfig
-from csps.services.settings.credentials import known_keys
+from csps.services.launch.ray_head import command_for
 
 PROMPT_TOKENS = 16_384
 MAX_ANSWER_TOKENS = 32
-DEADLINE_S = 600.0
-"""Limit between two chunks of the answer; the first one takes longest."""
 
 
 @dataclass
@@ -77,53 +72,20 @@ def ask(config: DeployConfig, prompt: str) -> StreamedAnswer:
         FaultError: there is no server, or it answered with an error.
     """
     body = {
-        "model": config.settings.model_name,
         "prompt": prompt,
         "max_tokens": MAX_ANSWER_TOKENS,
         "temperature": 0,
         "stop": ["\n"],
-        "stream": True,
         "stream_options": {"include_usage": True},
         "csps": {"explain": True},
     }
     streamed = StreamedAnswer()
-    try:
-        for chunk in _chunks(config, body):
-            _record(streamed, chunk)
-    except httpx.ConnectError as error:
-        raise FaultError(f"no server at {config.url} ({error}); `make serve` starts one") from None
-    except httpx.TransportError as error:
-        raise FaultError(f"the connection to {config.url} broke: {error!r}") from None
+    for chunk in Client.of(config).stream("/v1/completions", body):
+        _record(streamed, chunk)
     return streamed
 
 
-def _chunks(config: DeployConfig, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    # Not through a proxy of the environment, which may know no way back to this machine.
-    with httpx.stream(
-        "POST",
-        f"{config.url}/v1/completions",
-        json=body,
-        headers=_authorization(config),
-        timeout=DEADLINE_S,
-        trust_env=False,
-    ) as response:
-        if not response.is_success:
-            response.read()
-            raise FaultError(f"the server answered {response.status_code}: {response.text}")
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
-
-
-def _authorization(config: DeployConfig) -> dict[str, str]:
-    """Return the header of a client with the first of the server's keys, if there are any."""
-    keys = known_keys(config.settings.api_keys_file)
-    return {"Authorization": f"Bearer {keys[0].split()[-1]}"} if keys else {}
-
-
 def _record(streamed: StreamedAnswer, chunk: dict[str, Any]) -> None:
-    if "error" in chunk:
-        raise FaultError(chunk["error"]["message"])
     streamed.usage = chunk.get("usage") or streamed.usage
     streamed.report = chunk.get("csps") or streamed.report
     for choice in chunk["choices"]:
@@ -182,7 +144,7 @@ def usage_hints(config: DeployConfig) -> str:
     settings, url = config.settings, config.url
     model, telemetry = settings.model_name, settings.telemetry
     traces = telemetry.otlp_endpoint or f"{telemetry.spans_dir} (csps trace list)"
-    key = ' -H "Authorization: Bearer $KEY"' if _authorization(config) else ""
+    key = ' -H "Authorization: Bearer $KEY"' if Client.of(config).key else ""
     body = json.dumps({"model": model, "prompt": "The password of", "max_tokens": 16})
     return f"""
 the server keeps running. Ask it more:
@@ -194,4 +156,4 @@ the server keeps running. Ask it more:
   print(client.completions.create(model="{model}", prompt="The password of").choices[0].text)
 
 metrics: {url}/metrics    traces: {traces}
-again:   make demo    stop it: make stop"""
+again:   {command_for("demo")}    stop it: {command_for("stop")}"""

@@ -1,6 +1,6 @@
 """Start and stop a Ray head for one machine: loopback only, with a token, no usage reports.
 
-`ray start --block` runs detached, and a state file remembers it. `csps stop` then ends the
+Its leader (`ray_leader.py`) runs detached, and a state file remembers it. `csps stop` then ends the
 processes of this server and of no other (`ray stop` would end every Ray on the machine).
 """
 
@@ -48,6 +48,9 @@ PORTS = range(20_000, 25_000)
 port found free here stays free for the seconds until Ray listens on it."""
 OBJECT_STORE_BYTES = 128 * 2**20
 """Small, because tensors never go through Ray; its default is a third of the machine's memory."""
+LEADER = "csps.services.launch.ray_leader"
+"""Module of the leading process."""
+NEEDED = ("raylet", "gcs_server")
 FORCE_STOP = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_kill_worker_timeout_milliseconds": "500",
@@ -57,13 +60,20 @@ process to end before it sends SIGKILL. A frozen router cannot drain: its client
 `drain_s` to learn that their requests are lost. A frozen rank holds its GPU."""
 
 
+def command_for(name: str) -> str:
+    """Return what a user types for `csps NAME`: in a clone, the Makefile's target, because `csps`
+    lies in an environment there that may not be active."""
+    clone = Path(__file__).resolve().parents[2]
+    in_clone = (clone / "Makefile").is_file() and clone == Path.cwd()
+    return f"{'make' if in_clone else 'csps'} {name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RayHead:
     """A running head."""
 
     pid: int
-    """Process id of `ray start --block`, which leads the session of all processes that it
-    starts."""
+    """Process id of the leader of the session of all processes of this Ray."""
     address: str
     dashboard: str
     """URL of the REST API that deploys applications."""
@@ -75,7 +85,13 @@ class RayHead:
     @property
     def alive(self) -> bool:
         """True if the leading process runs and is the one that was started."""
-        return b"--block" in _proc_file(self.pid, "cmdline")
+        return LEADER.encode() in _proc_file(self.pid, "cmdline")
+
+    @property
+    def missing(self) -> list[str]:
+        """Processes without which Ray deploys nothing, although requests may be answered."""
+        names = {_proc_file(pid, "comm").strip().decode() for pid in session_of(self.pid)}
+        return [name for name in NEEDED if name not in names]
 
     @property
     def left(self) -> bool:
@@ -99,7 +115,7 @@ class RayHead:
         if present != (None if given is None else prefix + given):
             raise ConfigError(
                 f"{name} is not as it was when Ray was started, and a Ray that runs keeps the old "
-                "value: set it as before, or run `make stop` first"
+                f"value: set it as before, or run `{command_for('stop')}` first"
             )
 
     def get(self, path: str, *, timeout_s: float) -> httpx.Response:
@@ -229,9 +245,8 @@ def _command(
         "object-store-memory": OBJECT_STORE_BYTES,
         **({} if num_cpus is None else {"num-cpus": num_cpus}),
     }
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     return [
-        *ray,
+        *[sys.executable, "-m", LEADER, "--head"],
         "--disable-usage-stats",
         *(f"--{name}={value}" for name, value in options.items()),
     ]

@@ -36,6 +36,11 @@ HEALTH_CHECK_PERIOD_S = 0.5
 """Serve replaces a proxy that fails three checks in a row: with Ray's default of 10 s, half a
 minute after HAProxy has died."""
 
+IDLE_S, PROBE_S, PROBES = 2, 1, 3
+"""HAProxy asks a router that is silent for so long whether it is there, and so often. It closes the
+connection of one that is not, or that does not acknowledge what it was sent, so that clients get an
+error in five seconds, and do not wait for ever. The kernel of a busy router still acknowledges."""
+
 CLIENT_CONNECTIONS = 128
 """Limit of connections from one address: half of the requests that may wait (`queue.max_waiting`).
 This machine's own addresses have none, because load tests come from there."""
@@ -59,7 +64,7 @@ for argument; do
         sed -i -e '/^frontend prometheus/,/bind/ s/bind .*:/bind {host}:/' \\
             -e '/^listen stats/,/bind/ s/bind .*:/bind {host}:/' \\
             -e '/^defaults/ a\\    timeout http-request {header_deadline_ms}ms' \\
-            {front_rules} "$argument"
+            {server_silence} {front_rules} "$argument"
     fi
     previous=$argument
 done
@@ -133,7 +138,10 @@ def _write_launcher(run_dir: Path, host: str) -> Path:
             host=host,
             binary=shlex.quote(os.fspath(get_haproxy_binary())),
             header_deadline_ms=round(1000 * header_deadline_s()),
-            front_rules=" ".join(map(_insertion, _front_rules())),
+            server_silence=" ".join(_insertion("defaults", line) for line in _server_silence()),
+            front_rules=" ".join(
+                _insertion("frontend http_frontend", rule) for rule in _front_rules()
+            ),
         )
     )
     launcher.chmod(0o700)
@@ -145,6 +153,16 @@ def _front_rules() -> list[str]:
     return [rule.format(client_connections=allowed, local=_LOCAL) for rule in _FRONT_RULES]
 
 
-def _insertion(rule: str) -> str:
-    """Return the argument by which sed adds a rule to HAProxy's front end."""
-    return shlex.join(["-e", f"/^frontend http_frontend/ a\\    {rule}"])
+def _server_silence() -> list[str]:
+    return [
+        "option srvtcpka",
+        f"srvtcpka-idle {IDLE_S}s",
+        f"srvtcpka-intvl {PROBE_S}s",
+        f"srvtcpka-cnt {PROBES}",
+        f"default-server tcp-ut {IDLE_S + PROBE_S * PROBES}s",
+    ]
+
+
+def _insertion(section: str, line: str) -> str:
+    """Return the argument by which sed adds a line to a section of HAProxy's configuration."""
+    return shlex.join(["-e", f"/^{section}/ a\\    {line}"])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,10 +24,20 @@ import yaml
 
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.launch import preflight, ray_head
-from csps.services.launch.demo_command import demo
-from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig, read_config
-from csps.services.launch.preflight import check_model, dequantization, memory_need
-from csps.services.launch.ray_head import RUN_DIR, RayHead
+from csps.services.launch.ask_command import DEPLOYED_FILE
+from csps.services.launch.demo_command import demo, usage_hints
+from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig
+from csps.services.launch.preflight import check_model, dequantization
+from csps.services.launch.ray_head import RUN_DIR, RayHead, command_for
+from csps.services.planning.checks import (
+    check_listening,
+    check_places,
+    check_resources,
+    resources_here,
+)
+from csps.services.planning.hardware import Hardware, gpus_here
+from csps.services.planning.memory import memory_need, on_gpus
+from csps.services.planning.plan import lines, make_plan
 from csps.services.settings.credentials import KEYS_VARIABLE, known_keys
 from csps.services.settings.settings import Settings
 
@@ -55,6 +67,15 @@ class ServeStatus:
     def is_deploying(self, config: DeployConfig) -> bool:
         """Return True if this configuration runs or is being deployed."""
         return self._matches(config, "RUNNING", "DEPLOYING")
+
+    def is_replaced_in_place(self, config: DeployConfig) -> bool:
+        """Return True if Serve updates what runs, and does not remove it for something else."""
+        states = {name: application["status"] for name, application in self.applications.items()}
+        return states.keys() == {config.application_name} and states[config.application_name] in (
+            "RUNNING",
+            "DEPLOYING",
+            "UNHEALTHY",
+        )
 
     def _matches(self, config: DeployConfig, *states: str) -> bool:
         application = self.applications.get(config.application_name) or {}
@@ -86,7 +107,7 @@ class ServeStatus:
             if self.http_options[name] != wanted[name]:
                 raise ConfigError(
                     f"the running server has http_options.{name} {self.http_options[name]}, which "
-                    f"cannot become {wanted[name]} while it runs: run `make stop` first"
+                    f"cannot become {wanted[name]} while it runs: run `{command_for('stop')}` first"
                 )
 
     def progress(self, config: DeployConfig, trouble: str) -> str:
@@ -173,23 +194,23 @@ FREED_DEADLINE_S = 10.0
 
 
 def serve(
-    config_path: Path,
+    config: DeployConfig,
     *,
-    port: int | None,
     with_demo: bool,
     ready_deadline_s: float = READY_DEADLINE_S,
+    block: bool = False,
 ) -> None:
     """Start Ray, deploy, wait until ready, ask a first question; leave the server running.
 
     If a server runs already, its application is replaced unless it has the same configuration.
 
+    Args:
+        block: wait for a signal or for Ray's end, and stop the server then.
+
     Raises:
         ConfigError, FaultError: the server cannot be started; one line says why.
     """
-    preflight.check_python()
-    config = read_config(config_path, port=port)
-    _check_model(config.settings)
-    known_keys(config.settings.api_keys_file)  # an error here is plainer than the router's
+    check(config)
     running = _running_head(config)
     head = running or _start(config)
     deploy(config, head, RUN_DIR)
@@ -198,6 +219,31 @@ def serve(
     _say(f"ready: {config.url}/v1 serves '{config.settings.model_name}'")
     if with_demo:
         demo(config, "first request" if running is None else "request")
+    else:
+        _say(usage_hints(config))
+    if block:
+        _stop_on_signal(head)
+
+
+def _stop_on_signal(head: RayHead) -> None:
+    """Wait for SIGINT or SIGTERM, then drain and stop; or for Ray to end by itself.
+
+    Raises:
+        FaultError: Ray has ended.
+    """
+    asked = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: asked.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while not asked.wait(POLL_S):
+            if not head.alive:
+                raise FaultError(f"Ray has ended; see {head.log_file}")
+    finally:  # a second signal interrupts the drain
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    stop()
 
 
 def stop() -> None:
@@ -215,13 +261,40 @@ def stop() -> None:
     ray_head.discard_head(RUN_DIR)
 
 
-def check_config(config_path: Path) -> None:
-    """Report if a configuration can be deployed."""
-    config = read_config(config_path)
+def check_config(config: DeployConfig, path: Path, hardware: Hardware | None) -> None:
+    """Report if a configuration can be deployed, and what it comes to.
+
+    Args:
+        hardware: GPUs to plan for in place of this machine, of which only the model is then used.
+    """
     settings = config.settings
-    _check_model(settings)
+    if hardware is not None:
+        _check_model(settings)
+    else:
+        check(config)
+        if ray_head.find_head(RUN_DIR) is None:  # or the port may be its own
+            preflight.check_port(config.host, config.port)
+        preflight.check_memory_at_all(memory_need(settings))
+        if any(on_gpus(role, settings) for role in settings.gangs):
+            hardware = gpus_here()
+    plan = make_plan(settings, hardware)
     ranks = " and ".join(f"{gang.ranks} {role}" for role, gang in settings.gangs.items()) + " ranks"
-    _say(f"{config_path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
+    _say(f"{path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
+    for line in lines(plan):
+        _say(f"  {line}")
+
+
+def check(config: DeployConfig) -> None:
+    """Check all that needs no server: the model, and what this machine has.
+
+    Raises:
+        ConfigError: the configuration cannot be deployed here.
+    """
+    preflight.check_python()
+    _check_model(config.settings)
+    check_resources(config.settings, resources_here())
+    check_places(config.settings)
+    check_listening(config.host)
 
 
 def _check_model(settings: Settings) -> None:
@@ -238,7 +311,7 @@ def deploy(config: DeployConfig, head: RayHead, run_dir: Path) -> None:
         FaultError: Ray rejected the configuration; the message says why.
     """
     _log.info("deploying %s to %s", config.application_name, head.dashboard)
-    path = run_dir / "deployed.yaml"
+    path = run_dir / DEPLOYED_FILE
     path.write_text(yaml.safe_dump(config.data, sort_keys=False))
     serve_cli = [sys.executable, "-m", "ray.serve.scripts", "deploy"]
     try:
@@ -350,7 +423,7 @@ def _running_head(config: DeployConfig) -> RayHead | None:
     head = ray_head.find_head(RUN_DIR)
     if head is None:
         return None
-    if not head.alive:
+    if not head.alive or head.missing:
         _say("ending the rest of an earlier server, whose Ray was killed ...")
         head.stop()
         ray_head.discard_head(RUN_DIR)
@@ -362,9 +435,11 @@ def _running_head(config: DeployConfig) -> RayHead | None:
 
 
 def _clear(head: RayHead, config: DeployConfig) -> None:
-    """Remove the running application if it has another configuration."""
-    # Serve could replace it in place, but would hold the weights of both meanwhile, and mix their
-    # answers.
+    """Make way for the application, unless it runs already.
+
+    One of the same name is replaced in place, without an error that its clients see
+    (`services.cluster.handover`). Its ranks wait for memory, if that does not hold both.
+    """
     status = wait_for_status(head)
     status.check_http_options(config)
     if not status.http_options:
@@ -376,6 +451,9 @@ def _clear(head: RayHead, config: DeployConfig) -> None:
         preflight.check_memory_at_all(need)
         if (freed := _memory_in_use(status)) is not None:
             preflight.check_memory(need, freed=freed)
+        if status.is_replaced_in_place(config):
+            _say("updating the running application, which serves until the new one is ready ...")
+            return
         _say("replacing the running application; waiting for its requests ...")
         undeploy(head)
     preflight.wait_memory(need, FREED_DEADLINE_S if status.applications else 0)

@@ -56,17 +56,19 @@ def main(argv: Sequence[str]) -> None:
 def _ui(args: argparse.Namespace) -> None:
     """Run Phoenix and a server until somebody ends this process."""
     # Imported here: the other actions need neither.
+    from csps.services.launch.deploy_config import find_config, read_config
+    from csps.services.launch.ray_head import command_for
     from csps.services.launch.serve_command import READY_DEADLINE_S, serve
-    from csps.services.launch.trace_ui import phoenix, pointed_at
+    from csps.services.launch.trace_ui import phoenix
 
     # The viewer is a process of its own: SIGTERM must unwind as Ctrl-C does, or it stays.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with phoenix(args.phoenix, port=args.port, run_dir=RUN_DIR) as url:
-        config = pointed_at(args.config, url, run_dir=RUN_DIR)
-        serve(config, port=None, with_demo=not args.no_demo, ready_deadline_s=READY_DEADLINE_S)
-        print(
-            f"traces: {url}  (Ctrl-C ends this; `make serve` has them in files again)", flush=True
-        )
+        telemetry = {"otlp_endpoint": f"{url}/v1/traces"}
+        config = read_config(find_config(args.config), args={"telemetry": telemetry})
+        serve(config, with_demo=not args.no_demo, ready_deadline_s=READY_DEADLINE_S)
+        again = command_for("serve")
+        print(f"traces: {url}  (Ctrl-C ends this; `{again}` has them in files again)", flush=True)
         signal.pause()
 
 
@@ -95,8 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     ui.add_argument(
         "--config",
         type=Path,
-        default=Path("config.yaml"),
-        help="configuration of the server (config.yaml)",
+        help="configuration of the server (default: as of csps serve)",
     )
     ui.add_argument("--no-demo", action="store_true", help="do not send a first request")
     for action in (show, timeline):

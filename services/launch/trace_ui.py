@@ -1,4 +1,4 @@
-"""Run Arize Phoenix on this machine, and point a server's traces at it (`make trace-ui`)."""
+"""Run Arize Phoenix on this machine, to which a server sends its traces (`make trace-ui`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
-import yaml
 
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.launch.preflight import check_port
@@ -88,21 +86,3 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         if time.monotonic() > deadline:
             raise DeadlineExceeded("starting Phoenix", START_DEADLINE_S)
         time.sleep(POLL_S)
-
-
-def pointed_at(config: Path, url: str, *, run_dir: Path) -> Path:
-    """Write a copy of `config` whose server sends its traces to Phoenix at `url`; return its path.
-
-    Raises:
-        ConfigError: the file is missing, or is not the configuration of one application.
-    """
-    try:
-        data: dict[str, Any] = yaml.safe_load(config.read_text())
-        (application,) = data["applications"]
-        args = application.setdefault("args", {})
-        args["telemetry"] = {**args.get("telemetry", {}), "otlp_endpoint": f"{url}/v1/traces"}
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{config}: not the configuration of one application ({error})") from None
-    copy = run_dir / "trace-ui.yaml"
-    copy.write_text(yaml.safe_dump(data))
-    return copy

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from csps.configurator.costs.fitting import (
     DecodeMeasurement,
@@ -35,7 +34,6 @@ from csps.protocols.attention.ring_choice import FittedRule, miss_rate, parse_fi
 
 EXACT = "ulysses"
 DECODE = "decode"
-K = TypeVar("K")
 Point = tuple[int, int, int]
 """Type of a point: (tokens, history, batch)."""
 

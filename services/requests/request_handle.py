@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,14 +18,49 @@ import numpy as np
 from numpy.typing import NDArray
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
+from opentelemetry.util.types import AttributeValue
 
 from csps.protocols.attention.plan import AttentionPlan
 from csps.protocols.core.errors import RequestError
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import FinishReason, PrefillDone, SampledToken
 from csps.protocols.rpc import trace_context
-from csps.services.requests.elastic_event import ElasticEvent
 from csps.services.requests.request_spec import RequestSpec
+
+ElasticEventKind = Literal["scale_down", "scale_up", "migrate", "remaster", "merge", "preempt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticEvent:
+    """One change of a group, as the router observed it. Times are monotonic, in seconds.
+
+    scale_down  a prompt was computed by more instances than store its KV, or a decoding sequence
+                moved and left instances of its group without decode work
+    scale_up    a joining sequence has answer slots on instances that hold none of its prompt, or a
+                decoding sequence moved to instances that decoded nothing before
+    migrate     KV of a decoding sequence moved
+    remaster    another instance samples a sequence's tokens; no KV moved
+    merge       a sequence that joined or moved makes decode groups iterate together
+    preempt     a prompt was computed on decoding instances, whose decode iterations ran in between
+    """
+
+    kind: ElasticEventKind
+    began: float
+    ended: float
+    seconds: float = 0.0
+    """Cost in seconds on the rank where it cost most."""
+    sent_bytes: int = 0
+    tokens: int = 0
+    """Tokens whose KV was moved."""
+
+    @property
+    def attributes(self) -> Mapping[str, AttributeValue]:
+        """Return the attributes of the event's span."""
+        return {
+            "csps.elastic.seconds": self.seconds,
+            "csps.elastic.bytes": self.sent_bytes,
+            "csps.elastic.tokens": self.tokens,
+        }
 
 
 @dataclass(kw_only=True)
@@ -186,6 +221,9 @@ class RequestHandle:
         self._unread = 0
         self._unread_by_all = unread_by_all or UnreadTokens()
         self._generated: list[int] = []
+        self.prefill_over = asyncio.Event()
+        """Set when ranks have reported the prompt's last step, or none will: from then on the
+        prefix cache has what it will have of the prompt before the answer's end."""
         self._waiter: asyncio.Future[None] | None = None
         self._cut = False
         """The last batch left tokens unread."""
@@ -385,11 +423,13 @@ class RequestHandle:
     def finish(self, reason: FinishReason) -> None:
         """End the iteration: the answer is complete or was cancelled."""
         self.state, self.finish_reason = "finished", reason
+        self.prefill_over.set()
         self._wake()
 
     def fail(self, error: Exception) -> None:
         """End the iteration with an error, before or within the answer."""
         self.state, self.error = "failed", error
+        self.prefill_over.set()
         self._wake()
 
     def _wake(self) -> None:

@@ -122,10 +122,11 @@ class Executor:
     # --- reserving -----------------------------------------------------------------------------
 
     def _reserve(self, command: commands.Reserve) -> None:
-        decode = self._gangs.get(gang_of(command.master))
-        assert decode is not None, f"Reserve on the lost gang {gang_of(command.master)}"
+        gang = gang_of(command.message.master)
+        decode = self._gangs.get(gang)
+        assert decode is not None, f"Reserve on the lost gang {gang}"
         sequence = self._requests.reserve(command, decode)
-        if command.slices:
+        if command.message.slices:
             sequence.reserving = self._in_background(self._ask_for_slots(sequence))
 
     async def _ask_for_slots(self, sequence: LiveSequence) -> None:
@@ -145,7 +146,7 @@ class Executor:
         }
         for rank, error in errors.items():
             if not isinstance(error, DeadlineExceeded | ConnectionLost):
-                instance = instance_id(gang_of(command.master), decode.instance_of(rank))
+                instance = instance_id(gang_of(command.message.master), decode.instance_of(rank))
                 self._requests.free(sequence, instance, rank)
         if errors and not sequence.over:
             rank, error = next(iter(errors.items()))
@@ -213,7 +214,7 @@ class Executor:
             return
         message = msgspec.structs.replace(message, instances=_decode_instances(sequence))
         sequence.decode.notify(0, "join", pack(message))
-        handle, reserved = sequence.handle, sequence.command
+        handle, reserved = sequence.handle, sequence.command.message
         handle.placement = AttemptPlacement(
             group=(index_of(reserved.master),),
             bounds=(0, reserved.prompt_tokens),
@@ -336,7 +337,7 @@ class StepLauncher:
             return  # `GangDown` ends its sequences
         self._refuse_unmet(command, gang, sequences)
         in_place = {
-            sequence.id: sequence.command.slices
+            sequence.id: sequence.command.message.slices
             for sequence in sequences
             if sequence.decode is gang
         }
@@ -424,7 +425,7 @@ class StepLauncher:
 
 
 def _attempt_placement(step: PrefillStep, sequence: LiveSequence) -> AttemptPlacement:
-    reserved = sequence.command
+    reserved = sequence.command.message
     return AttemptPlacement(
         group=tuple(map(index_of, step.group)),
         bounds=step.bounds,

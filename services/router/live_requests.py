@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import FinishReason, SampledToken
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import ClientTooSlow, RequestHandle, UnreadTokens
+from csps.services.requests.request_handle import (
+    ClientTooSlow,
+    ElasticEvent,
+    RequestHandle,
+    UnreadTokens,
+)
 from csps.services.requests.request_spec import KEY_REVOKED, RequestSpec
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_sequences import (
@@ -119,8 +123,8 @@ class LiveRequests:
         handle = self._live.get(command.request_id)
         assert handle is not None, f"Reserve for the finished request_id {command.request_id}"
         known = handle.spec.prompt.size + handle.generated_tokens.size
-        assert command.prompt_tokens == known, (
-            f"Reserve for {command.prompt_tokens} tokens of a request with {known}"
+        assert command.message.prompt_tokens == known, (
+            f"Reserve for {command.message.prompt_tokens} tokens of a request with {known}"
         )
         sequence = live_sequence(command, handle, decode)
         assert sequence.id not in self.sequences, f"sequence_id {sequence.id} was used before"
@@ -189,7 +193,7 @@ class LiveRequests:
             self._observer.token(handle, gap_s)
         if token.finish_reason is not None:
             self._finish(handle, token.finish_reason)
-            hashes = handle.answer_hashes if sequence.command.retain else ()
+            hashes = handle.answer_hashes if sequence.command.message.retain else ()
             self._post_event(
                 Finished(
                     sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes
@@ -204,6 +208,7 @@ class LiveRequests:
             self._post_event(FirstToken(sequence_id=sequence.id))
             if sequence.command.piggybacked:
                 handle.handed_over()
+                handle.prefill_over.set()
         if sequence.move is not None and sequence.next_index in sequence.move.early:
             self.deliver(sequence.move.early.pop(sequence.next_index))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from csps.protocols.core.placement import own
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     PrefillDone,
@@ -25,11 +26,9 @@ from csps.protocols.gang.messages import (
 )
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, SequenceMoved
 from csps.protocols.rpc.schema import encode
-from csps.services.requests.elastic_event import ElasticEvent, ElasticEventKind
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_handle import ElasticEvent, ElasticEventKind, RequestHandle
 from csps.services.scheduling.events.commands import Reserve
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
-from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.state.ledger import HasPlacement, decode_slots
 
 Members = frozenset[InstanceId]
@@ -72,7 +71,7 @@ class LiveSequence:
     @property
     def id(self) -> SequenceId:
         """Return the sequence_id, by which ranks know the sequence."""
-        return self.command.sequence_id
+        return self.command.message.sequence_id
 
     @property
     def sampler(self) -> bytes:
@@ -109,14 +108,14 @@ def token_bytes(tokens: NDArray[np.int32]) -> bytes:
 
 def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -> LiveSequence:
     """Return the record of a sequence for which no rank was asked anything yet."""
-    holders = decode_slots(command, command.output_tokens)
+    reserved = command.message
     return LiveSequence(
         command=command,
-        placement=command,
+        placement=reserved,
         handle=handle,
         decode=decode,
-        pending_kv=PendingRanks(decode, [kv_slice.instance for kv_slice in own(command.slices)]),
-        pending_free=PendingRanks(decode, holders),
+        pending_kv=PendingRanks(decode, [kv_slice.instance for kv_slice in own(reserved.slices)]),
+        pending_free=PendingRanks(decode, decode_slots(reserved, reserved.output_tokens)),
         first_index=handle.timings.tokens,
         next_index=handle.timings.tokens,
     )

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from csps.protocols.attention.csa import CsaPlan, CsaSettings
 from csps.protocols.attention.plan import LEVELS, PIGGYBACKED, AttentionPlan, parse_option
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, bounds_of, tokens_on
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import FirstTokenSampler, ReserveKv
+from csps.protocols.gang.messages import FirstTokenSampler
 from csps.protocols.gang.step_messages import (
     MoveSequence,
     PrefillChunk,
@@ -32,7 +32,6 @@ from csps.services.requests.request_spec import RequestSpec
 from csps.services.router.live_sequences import LiveMove, LiveSequence, PendingRanks, token_bytes
 from csps.services.scheduling.deciding.step_layout import rows_of
 from csps.services.scheduling.events.events import InstanceId, SequenceId, index_of
-from csps.services.scheduling.events.slices import bounds_of, tokens_on
 from csps.services.scheduling.state.ledger import decode_slots
 
 NOTHING = np.empty(0, np.int32)
@@ -246,17 +245,14 @@ def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, An
     prompt of a piggybacked prefill.
     """
     command, handle = sequence.command, sequence.handle
-    csa = handle.spec.csa
-    common = ReserveKv(
-        sequence_id=sequence.id,
+    csa, reserved = handle.spec.csa, command.message
+    common = msgspec.structs.replace(
+        reserved,
         epoch=epoch,
-        slices=in_gang(command.slices),
-        master=index_of(command.master),
-        prompt_tokens=command.prompt_tokens,
-        output_tokens=command.output_tokens,
+        slices=in_gang(reserved.slices),
+        master=index_of(reserved.master),
         first_index=sequence.first_index,
-        answer=in_gang(command.answer),
-        retain=command.retain,
+        answer=in_gang(reserved.answer),
         kept_only=csa is not None and csa.decode_kept_only,
         trace=handle.carrier,
     )

@@ -1,4 +1,4 @@
-"""Reads the notifications of ranks: tokens go to their requests, all else becomes events.
+"""Reads the notifications of ranks: tokens go to their requests, the rest becomes events.
 
 Tokens bypass the scheduler: a frame of them costs a look-up and an append per token. Of an answer
 the scheduler learns the first token, because its KV must be received soon after, and the end.
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from csps.protocols.attention.plan import parse_option
-from csps.protocols.core.errors import CspsError, ProtocolError
+from csps.protocols.core.errors import CspsError, FaultError, ProtocolError
 from csps.protocols.core.errors import from_wire as error_from_wire
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
     KvRetained,
+    LinkBroken,
     PrefillDone,
     PrefillProgress,
     RankKvReceived,
@@ -37,6 +38,7 @@ from csps.services.router.live_sequences import (
     move_events,
     step_events,
 )
+from csps.services.router.scheduler_driver import AttachedGangs
 from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import (
     AnyEvent,
@@ -65,20 +67,27 @@ class RankNotifications:
     """Reads the notifications of all ranks.
 
     Args:
+        gangs: the attached gangs; others' notifications are dropped.
         post_event: takes events for the scheduler.
         on_received: called when all of a prompt's KV was received.
+        on_link_broken: called when a rank lost its connection to another gang.
+        on_bug: called with an error of ours, after which books may be wrong.
     """
 
     def __init__(
         self,
+        gangs: AttachedGangs,
         requests: LiveRequests,
         steps: RunningSteps,
         post_event: PostEvent,
         *,
         on_received: Callable[[Sequence[RankKvReceived]], None],
+        on_link_broken: Callable[[GangClient, LinkBroken], None],
+        on_bug: Callable[[Exception], None],
     ) -> None:
-        self._requests, self._steps = requests, steps
+        self._gangs, self._requests, self._steps = gangs, requests, steps
         self._post_event, self._on_received = post_event, on_received
+        self._on_link_broken, self._on_bug = on_link_broken, on_bug
         self._pending_acks: dict[tuple[GangId, SequenceId], list[PendingRanks]] = {}
         """Answers to Retain and Evict: one record for each message, in their order."""
         self._last_heartbeat: dict[tuple[GangId, int], float] = {}
@@ -90,24 +99,27 @@ class RankNotifications:
             "retained": self._retained,
             "moved": self._moved,
             "failed": self._failed,
+            "link_broken": self._link_broken,
         }
 
-    def read(
-        self, gang_number: GangId, gang: GangClient, rank: int, method: str, payload: Any
-    ) -> None:
-        """Handle a notification from a rank of an attached gang.
-
-        Raises:
-            ProtocolError: the router knows no such notification.
-        """
-        if method == "tokens":  # thousands a second: checked first
-            self._note_heartbeat(gang_number, gang.instance_of(rank))
-            for token in unpack(SampledTokens, payload).each():
-                self._requests.deliver(token)
-        elif (reader := self._readers.get(method)) is not None:
-            reader(gang_number, gang, rank, payload)
-        else:
-            raise ProtocolError(f"rank {rank} sent the unknown notification {method!r}")
+    def read(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+        """Handle a notification from a rank; disconnect its gang if it is not understood."""
+        if (gang_number := self._gangs.number_of(gang)) is None:
+            return
+        try:
+            if method == "tokens":  # thousands a second: checked first
+                self._note_heartbeat(gang_number, gang.instance_of(rank))
+                for token in unpack(SampledTokens, payload).each():
+                    self._requests.deliver(token)
+            elif (reader := self._readers.get(method)) is not None:
+                reader(gang_number, gang, rank, payload)
+            else:
+                raise ProtocolError("there is no such notification")
+        except FaultError as error:
+            gang.disconnect(f"rank {rank} sent a {method!r} that is not understood: {error}")
+        except Exception as error:
+            _log.exception("a %r of rank %d could not be handled", method, rank)
+            self._on_bug(error)
 
     def discard(self, gang_number: GangId) -> None:
         """Forget a lost gang."""
@@ -217,7 +229,10 @@ class RankNotifications:
     def _failed(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         failed = unpack(RequestFailed, payload)
         if (sequence := self._requests.serving(failed.sequence_id)) is not None:
-            self._requests.fail_sequence(sequence, _rank_error(failed))
+            self._requests.fail_sequence(sequence, failed.error)
+
+    def _link_broken(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        self._on_link_broken(gang, unpack(LinkBroken, payload))
 
 
 @dataclass(eq=False, slots=True)
@@ -295,6 +310,10 @@ class RunningSteps:
         self._post_event(StepDone(step_id=done.step_id, instance=instance, took_ns=took_ns))
         if not step.unreported:
             del self._running[done.step_id]
+            last = {chunk.sequence_id for chunk in step.command.step.chunks if chunk.last}
+            for sequence in step.sequences:
+                if sequence.id in last:
+                    sequence.handle.prefill_over.set()
             guarded(self._observe)(step)
 
     def _observe(self, step: _RunningStep) -> None:
@@ -341,10 +360,3 @@ def _figures(step: _RunningStep) -> StepFigures:
 def error_of(wire: WireError) -> CspsError:
     """Return the exception that the scheduler's error describes."""
     return error_from_wire({"code": wire.code, "message": wire.message, "data": wire.data})
-
-
-def _rank_error(failed: RequestFailed) -> CspsError:
-    wire: dict[str, Any] = {"code": failed.code, "message": failed.message}
-    if failed.param is not None:
-        wire["data"] = {"message": failed.message, "param": failed.param}
-    return error_from_wire(wire)

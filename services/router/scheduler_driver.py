@@ -7,9 +7,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from csps.protocols.gang.client import GangClient
+from csps.services.router.decision_log import DecisionLog
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events.commands import Command
 from csps.services.scheduling.events.events import AnyEvent, GangId, GangUp, InstanceUp, Wake
@@ -17,19 +17,6 @@ from csps.services.scheduling.events.events import AnyEvent, GangId, GangUp, Ins
 _log = logging.getLogger(__name__)
 
 Execute = Callable[[Sequence[Command]], None]
-
-
-class Recorder(Protocol):
-    """Writes what the scheduler was told, for a later replay
-    (`services.scheduling.core.decision_log`)."""
-
-    def record(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
-        """Append one batch of events."""
-        ...
-
-    def flush(self) -> None:
-        """Write what is buffered: the router is about to be replaced."""
-        ...
 
 
 class SchedulerDriver:
@@ -47,7 +34,7 @@ class SchedulerDriver:
         self,
         scheduler: Scheduler,
         *,
-        recorder: Recorder | None = None,
+        recorder: DecisionLog | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._scheduler = scheduler

@@ -10,13 +10,11 @@ import asyncio
 import logging
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any
 
 from csps.configurator.model.attention_shape import AttentionShape, check_csa
 from csps.protocols.core.errors import (
     Cancelled,
     CspsError,
-    FaultError,
     InvalidRequest,
     QueueFull,
     RequestError,
@@ -27,11 +25,12 @@ from csps.services.cluster.kv_links import KvLink
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.router.cost_table_service import CostTableService
+from csps.services.router.decision_log import DecisionLog
 from csps.services.router.dispatch import Executor, StepLauncher
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps, error_of
-from csps.services.router.scheduler_driver import AttachedGangs, Recorder, SchedulerDriver, gang_up
+from csps.services.router.scheduler_driver import AttachedGangs, SchedulerDriver, gang_up
 from csps.services.scheduling.core.scheduler import Scheduler, SchedulerCounts
 from csps.services.scheduling.deciding.decisions import CapacityCheck
 from csps.services.scheduling.events.events import (
@@ -77,7 +76,7 @@ class RequestService:
         costs: CostTableService,
         shape: AttentionShape,
         observer: RequestObserver | None = None,
-        recorder: Recorder | None = None,
+        recorder: DecisionLog | None = None,
         limiter: KeyLimiter | None = None,
     ) -> None:
         self._cluster, self._scheduler, self._shape = cluster, scheduler, shape
@@ -96,11 +95,16 @@ class RequestService:
             costs.measured, self._observer, self._requests, self._driver.post_event
         )
         self._notifications = RankNotifications(
+            self._gangs,
             self._requests,
             self._steps,
             self._driver.post_event,
             on_received=self._observer.kv_received,
+            on_link_broken=cluster.link_broken,
+            on_bug=self._bug,
         )
+        self.notified = self._notifications.read
+        """Reader of all ranks' notifications: no token makes a detour through this class."""
         launcher = StepLauncher(
             gangs=self._gangs,
             costs=costs,
@@ -157,6 +161,10 @@ class RequestService:
     def _fail_all(self, error: CspsError) -> None:
         for handle in self._requests:
             self._requests.fail(handle, error)
+
+    def _bug(self, error: Exception) -> None:
+        self._report_fault = error
+        self._fail_all(Cancelled(BROKEN))
 
     @property
     def _fault(self) -> BaseException | None:
@@ -342,16 +350,3 @@ class RequestService:
 
     def stands_by(self, waits: bool) -> None:
         self._driver.post_event(Standby(waits=waits))
-
-    def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        gang_number = self._gangs.number_of(gang)
-        if gang_number is None:
-            return
-        try:
-            self._notifications.read(gang_number, gang, rank, method, payload)
-        except FaultError as error:
-            gang.disconnect(f"rank {rank} sent a {method!r} that is not understood: {error}")
-        except Exception as error:
-            _log.exception("a %r of rank %d could not be handled", method, rank)
-            self._report_fault = error
-            self._fail_all(Cancelled(BROKEN))

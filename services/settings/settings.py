@@ -19,11 +19,16 @@ from csps.models.network.checkpoint_json import OVERRIDABLE
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.core.topology import Topology
 from csps.protocols.gang.members import GangRole
+from csps.protocols.rpc.tls import Tls, TlsFiles
 from csps.services.requests.request_spec import ApiKey
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
+from csps.services.settings.hub import cached_model, download_hint, is_hub_id
 from csps.services.settings.processor import multiplies_bf16
+from csps.services.settings.vllm_options import hint_of
 
 Count = Annotated[int, Field(ge=1)]
+Slots = Literal["auto"] | Count
+"""Number of KV slots; `auto` is as many as fit (`services.planning.memory`)."""
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -40,7 +45,7 @@ class SettingsSection(BaseModel):
         if isinstance(data, Mapping) and cls.model_config.get("extra") == "forbid":
             for key in data:
                 if key not in cls.model_fields:
-                    hint = nearest(str(key), cls.model_fields)
+                    hint = hint_of(str(key)) or nearest(str(key), cls.model_fields)
                     raise ValueError(f"unknown setting {abridged(key)}{hint}")
         return data
 
@@ -76,7 +81,7 @@ class GangSettings(SettingsSection):
 class PrefillSettings(GangSettings):
     """The gang that computes prompts."""
 
-    kv_slots: Count = 40_960
+    kv_slots: Slots = 40_960
     """Tokens whose KV an instance can store while prompts are computed."""
     progress_deadline_s: Seconds = 180.0
     """Seconds after which a gang is replaced if a step of it does not advance, nor any that this
@@ -87,7 +92,7 @@ class PrefillSettings(GangSettings):
 class DecodeSettings(GangSettings):
     """The gang that stores the KV cache and samples tokens."""
 
-    kv_slots: Count = 65_536
+    kv_slots: Slots = 65_536
     """Tokens whose KV an instance can store; a request may be spread over several."""
     silence_deadline_s: Seconds = 120.0
     """Seconds of silence of an instance that owes tokens or slots, after which its gang is
@@ -101,7 +106,7 @@ class DecodeSettings(GangSettings):
 class ElasticSettings(GangSettings):
     """One gang that computes prompts and samples tokens, in place of the other two."""
 
-    kv_slots: Count = 65_536
+    kv_slots: Slots = 65_536
     """Tokens whose KV an instance can store; a request may be spread over several."""
     progress_deadline_s: Seconds = 180.0
     """Limit as of a prefill gang."""
@@ -213,6 +218,31 @@ class HttpSettings(SettingsSection):
     """Limit for a whole body. For the largest body it means a megabyte in two seconds."""
     body_silence_s: Seconds = 10.0
     """Limit for the next byte of a body."""
+    request_templates: bool = False
+    """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
+
+
+class TlsSettings(SettingsSection):
+    """PEM files for mutual TLS between router, configurator and ranks (`docs/security.md`), at the
+    same paths on every node."""
+
+    certificate: str
+    """Certificate that each process shows."""
+    key: str
+    """The certificate's private key, without a password."""
+    authority: str
+    """Authority that has signed the certificates of all processes of this cell, and no others."""
+
+    @property
+    def files(self) -> TlsFiles:
+        """The files."""
+        return TlsFiles(certificate=self.certificate, key=self.key, authority=self.authority)
+
+    def resolved(self) -> Self:
+        """Return a copy with absolute paths."""
+        return self.model_copy(
+            update={name: _absolute(getattr(self, name)) for name in type(self).model_fields}
+        )
 
 
 class KeyLimits(SettingsSection):
@@ -336,9 +366,12 @@ class Settings(SettingsSection):
     one."""
 
     model: str = "needle"
-    """Hugging Face checkpoint directory, or the name of a model shipped in `models/`."""
+    """Hugging Face checkpoint directory, the name of a model shipped in `models/`, or the id of a
+    model of the Hugging Face Hub that has been downloaded."""
     served_model_name: str | None = None
-    """Name in the API; None means the directory's name."""
+    """Name in the API; None means the directory's name, or the id."""
+    chat_template: str | None = None
+    """File with a Jinja template for chat requests; None takes the checkpoint's."""
     model_overrides: Annotated[Mapping[str, Any], AfterValidator(_known_overrides)] = {}
     """Values that replace those of the checkpoint's config.json: its RoPE parameters, its longest
     context and its sliding window."""
@@ -349,18 +382,30 @@ class Settings(SettingsSection):
     """About how long a rank computes a prefill step before it turns to other waiting work: a
     high-priority step, or a decode iteration of its own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.9
+    """Share of a GPU's memory, or of main memory on CPUs, that `kv_slots: auto` fills."""
     host: str = "auto"
     """Interface that ranks listen on; `auto` is the address that Ray knows the node by."""
     max_positions: Count | None = None
     """Longest prompt plus answer; None means the model's own limit."""
-    default_max_tokens: Count = 256
-    """Answer length of a chat request that does not set one."""
+    default_max_tokens: Count | None = None
+    """Answer length of a chat request that does not set one. None: a quarter of the KV slots of the
+    gang that decodes, at most 4,096 and at most what is left of the context."""
+    tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    """How the model writes calls of tools; `auto`: as its chat template shows."""
+    reasoning: Literal["auto", "think", "none"] = "auto"
+    """How the model writes its reasoning, which answers have apart from their text: `think` for
+    `<think>`; `auto`: as its chat template shows."""
     max_body_bytes: Count = 32 * 1024 * 1024
     api_keys_file: str | None = None
     """File of client keys, each as `KEY` or `NAME KEY`, which is read again when it changes;
     `CSPS_API_KEYS` adds to it. Without both, the server is open."""
     drain_s: Seconds = 30.0
     """Time that a stopping server gives running requests."""
+    revision: str | None = None
+    """Text without a meaning of its own. Another one makes a deployment replace all processes,
+    which code that was installed anew does not by itself. `csps serve` sets it to a digest of the
+    installed code, unless the file has one."""
     scaling_information_base: str = "run/scaling-information-base.sqlite"
     """File with the measurements of `csps profile` on this machine with this model
     (`docs/profiling.md`). If there is none, shipped coefficients are used."""
@@ -377,6 +422,8 @@ class Settings(SettingsSection):
     topology: TopologySettings = TopologySettings()
     configurator: ConfiguratorSettings = ConfiguratorSettings()
     auth: AuthSettings = AuthSettings()
+    tls: TlsSettings | None = None
+    """Files for mutual TLS between processes of the server; None leaves them unencrypted."""
     slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
@@ -463,10 +510,11 @@ class Settings(SettingsSection):
         Raises:
             ConfigError: a key is unknown, or a value does not fit.
         """
+        _refuse_booleans(cls, obj, "")
         try:
             return super().model_validate(obj, **kwargs)
         except ValidationError as exc:
-            raise ConfigError(_one_line(exc)) from None
+            raise ConfigError(first_error(exc)) from None
 
     def resolved(self) -> Self:
         """Return a copy with absolute paths, for processes with other working directories.
@@ -474,19 +522,29 @@ class Settings(SettingsSection):
         Raises:
             ConfigError: the model does not exist.
         """
-        log, keys = self.scheduling.log, self.api_keys_file
+        log, keys, template = self.scheduling.log, self.api_keys_file, self.chat_template
         return self.model_copy(
             update={
                 "model": str(self.model_dir),
                 "served_model_name": self.model_name,
+                "chat_template": None if template is None else _absolute(template),
                 "api_keys_file": None if keys is None else _absolute(keys),
                 "scaling_information_base": _absolute(self.scaling_information_base),
                 "scheduling": self.scheduling.model_copy(
                     update={"log": None if log is None else _absolute(log)}
                 ),
                 "telemetry": self.telemetry.resolved(),
+                "tls": None if self.tls is None else self.tls.resolved(),
             }
         )
+
+    def load_tls(self) -> Tls | None:
+        """Return what encrypts connections between processes of the server, if it is set.
+
+        Raises:
+            ConfigError: a file is missing, or two processes would not accept each other with them.
+        """
+        return None if self.tls is None else Tls.load(self.tls.files)
 
     @property
     def model_dir(self) -> Path:
@@ -498,6 +556,8 @@ class Settings(SettingsSection):
         for candidate in (Path(self.model).expanduser(), shipped_models() / self.model):
             if (candidate / "config.json").is_file():
                 return candidate.resolve()
+        if (downloaded := cached_model(self.model)) is not None:
+            return downloaded.resolve()
         raise ConfigError(_no_model(self.model))
 
     @property
@@ -508,7 +568,9 @@ class Settings(SettingsSection):
     @property
     def model_name(self) -> str:
         """The name that clients use."""
-        return self.served_model_name or Path(self.model).name
+        if self.served_model_name:
+            return self.served_model_name
+        return self.model if is_hub_id(self.model) else Path(self.model).name
 
 
 def _absolute(path: str) -> str:
@@ -520,11 +582,13 @@ def _no_model(name: str) -> str:
     shown = abridged(name, 200)
     if Path(name).expanduser().is_dir():
         return f"model: no config.json in {shown}, so it is no Hugging Face checkpoint"
+    if is_hub_id(name):
+        return (
+            f"model: {name} is neither a directory nor in the Hugging Face cache; `csps serve "
+            f"{name}` downloads it. Without a connection, {download_hint(name)}"
+        )
     shipped = ", ".join(sorted(path.parent.name for path in shipped_models().glob("*/config.json")))
-    return (
-        f"model: there is no directory {shown}, nor a shipped model of this name ({shipped}); "
-        "csps downloads none"
-    )
+    return f"model: there is no directory {shown}, nor a shipped model of this name ({shipped})"
 
 
 def shipped_models() -> Path:
@@ -542,7 +606,23 @@ def _check_locations(role: str, locations: Sequence[str], gang: GangSettings) ->
         raise ValueError(f"topology.{role}: {error}") from None
 
 
-def _one_line(exc: ValidationError) -> str:
+def _refuse_booleans(cls: type[BaseModel], given: Any, prefix: str) -> None:
+    """Raise ConfigError for true or false where a number belongs: pydantic takes them for 1 and 0,
+    and YAML reads `yes` and `no` as them."""
+    for name, value in given.items() if isinstance(given, Mapping) else ():
+        field = cls.model_fields.get(name)
+        if field is None:
+            continue
+        kinds = {field.annotation, *get_args(field.annotation)}
+        numbers = {int, float} & {*kinds, *(arg for kind in kinds for arg in get_args(kind))}
+        if isinstance(value, bool) and numbers and bool not in kinds:
+            raise ConfigError(f"{prefix}{name} must be a number, got {value}")
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                _refuse_booleans(kind, value, f"{prefix}{name}.")
+
+
+def first_error(exc: ValidationError) -> str:
     """Return the first error, as `path: what is wrong`, and the number of further ones."""
     errors = exc.errors(include_url=False)
     first = errors[0]

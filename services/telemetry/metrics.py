@@ -16,8 +16,7 @@ from csps.protocols.core.errors import RequestError, TransferError
 from csps.protocols.core.topology import Location
 from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.messages import FinishReason, RankKvReceived
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import RequestHandle, Timings
+from csps.services.requests.request_handle import ElasticEvent, RequestHandle, Timings
 from csps.services.requests.request_spec import SloBounds, SloName
 from csps.services.scheduling.core.scheduler import SchedulerCounts
 from csps.services.telemetry.observer import StepFigures

@@ -11,8 +11,7 @@ from typing import Any, ParamSpec, Protocol, cast
 from csps.protocols.core.topology import Location
 from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.messages import FinishReason, PrefillDone, RankKvReceived
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_handle import ElasticEvent, RequestHandle
 from csps.services.requests.request_spec import SloBounds
 
 _log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
-from csps.actors.engine.step_trace import RANK
+from csps.actors.timing.timeline import RANK
 from csps.protocols.rpc.trace_context import STATE_KEY, TIMELINE
 from csps.services.settings.settings import TelemetrySettings
 from csps.services.telemetry.traces.span_file import SpanFile

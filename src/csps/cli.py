@@ -47,8 +47,18 @@ COMMANDS = {
     "demo": Subcommand(
         "services.launch.commands", "demo", "send a 16K-token question to the server"
     ),
+    "ask": Subcommand(
+        "services.launch.ask_command", "ask", "ask the server a question, about a text or not"
+    ),
+    "chat": Subcommand("services.launch.ask_command", "chat", "talk to the server"),
+    "init": Subcommand(
+        "services.launch.init_command", "init", "write a configuration with every setting"
+    ),
     "check-config": Subcommand(
-        "services.launch.commands", "check_config", "check a configuration file"
+        "services.launch.commands", "check_config", "check a configuration, and say what fits"
+    ),
+    "collect-env": Subcommand(
+        "services.launch.collect_env", "collect_env", "print what a bug report needs"
     ),
     "bench": Subcommand("loadgen.commands", "bench", "run load tests against SLOs, and report"),
     "simulate": Subcommand(

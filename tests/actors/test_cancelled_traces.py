@@ -14,7 +14,7 @@ from paused_ranks import PausedSteps
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
-from csps.actors.engine.step_trace import CANCELLED, EXCHANGE_S, LAYER, PHASE
+from csps.actors.timing.timeline import CANCELLED, EXCHANGE_S, LAYER, PHASE
 from csps.protocols.gang.messages import PrefillDone
 
 TIMELINE = {

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from test_cancelled_traces import TIMELINE
 
 from csps.actors.engine.decode_batch import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
-from csps.actors.engine.step_trace import (
+from csps.actors.timing.timeline import (
     COMMUNICATION_S,
     EXCHANGE_S,
     LAST_LAYER_S,

@@ -20,7 +20,7 @@ from torch import Tensor
 from csps.actors.engine import move_run
 from csps.actors.engine.log_end import SequencerEnd
 from csps.actors.engine.move_run import MoveRun
-from csps.actors.sampling.notifications import ProgressReport
+from csps.actors.engine.step_reports import ProgressReport
 from csps.actors.timing.device_pace import AHEAD, DevicePace, wait_for_device
 from csps.models.network.network import Layer
 from csps.protocols.gang.messages import PrefillDone

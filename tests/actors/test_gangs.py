@@ -49,6 +49,8 @@ COVERING = [
     ("qwen3", Layout(2, 1, 2, 2)),
     ("glm", Layout(4, 1, 2, 1)),
     ("internlm2", Layout(1, 2, 2, 1)),
+    ("gpt_oss", Layout(3, 1, 2, 1)),
+    ("gemma3_text", Layout(2, 2, 3, 1)),
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 from gang_driver import Request, even_shares, prompt_of
 from gang_threads import thread_cell
 
+from csps.models.tokenizers.grammar import regex_grammar
 from csps.protocols.gang.messages import Sampling
 
 TOKENS = 8
@@ -20,7 +21,10 @@ PENALISED = replace(
 )
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
+GRAMMAR = replace(SEEDED, grammar=regex_grammar("([a-f][0-9]?x){1,99}"), bad_words=((97, 120),))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED, GRAMMAR])
 async def test_a_resumed_answer_equals_an_undisturbed_one(
     tiny_llama: Path, sampling: Sampling
 ) -> None:

@@ -28,7 +28,7 @@ from test_chunked_prefill import Prefill, check_holdings, finish, reserved, run_
 from test_yielding import sending_goes_on
 
 from csps.actors.comm.mesh import Mesh, Tag
-from csps.actors.engine.step_trace import BYTES, LAYER, PHASE, RANK
+from csps.actors.timing.timeline import BYTES, LAYER, PHASE, RANK
 from csps.protocols.core.placement import Span
 from csps.services.scheduling.policies.tetris.policy import balancing_moves
 

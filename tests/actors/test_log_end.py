@@ -14,7 +14,7 @@ from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.protocols.core.errors import ConnectionLost, ProtocolError
 from csps.protocols.sequencer.log_connection import LogSocket
 from csps.protocols.sequencer.log_entries import (
-    Entry,
+    LogEntry,
     Op,
     Prepared,
     RanQuantum,
@@ -58,7 +58,7 @@ class Gang:
         )
         self.leader.post(lambda sequencer: sequencer.submit(task))
 
-    def next(self, rank: int) -> Entry:
+    def next(self, rank: int) -> LogEntry:
         return self._threads.submit(self.ends[rank].next).result(WAIT_S)
 
     def ops(self, rank: int, count: int) -> list[Op]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from black_holes import sockets_of, swallow
 from mesh_threads import on_ranks
 from torch._C._distributed_c10d import HashStore
 
@@ -18,10 +21,12 @@ from csps.actors.comm.process_group import (
     IDLE,
     PEER_DEADLINE,
     InstanceGroup,
+    PeerLost,
     Pending,
     TorchGroup,
 )
 from csps.actors.comm.rendezvous import JOIN_DEADLINE
+from csps.protocols.rpc import wire
 
 JOIN_S = 60.0
 
@@ -159,3 +164,24 @@ def test_an_instance_sums_and_waits_longer_than_it_may_take_to_form(
         group.close()
     with pytest.raises(RuntimeError):
         groups[0].all_reduce(total)
+
+
+def test_a_peer_whose_packets_vanish_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the kernel retransmitted for a quarter of an hour, and gloo waited for
+    PEER_DEADLINE, while all ranks answered the router."""
+    monkeypatch.setattr(wire, "UNACKNOWLEDGED_S", 1.0)
+    others, joined = sockets_of(os.getpid()).values(), threading.Barrier(2)
+
+    def body(mesh: Mesh) -> None:
+        joined.wait(JOIN_S)
+        if mesh.rank == 0:
+            for descriptor, inode in sockets_of(os.getpid()).items():
+                if inode not in others:
+                    with socket.socket(fileno=os.dup(descriptor)) as sock:
+                        swallow(sock)
+        joined.wait(JOIN_S)
+        send(mesh, torch.ones(1), 1 - mesh.rank, Tag.HISTORY)
+        with pytest.raises(PeerLost, match=r"Connection timed out|closed by peer"):
+            recv(mesh, torch.empty(1), 1 - mesh.rank, Tag.HISTORY).wait(timedelta(seconds=30))
+
+    on_ranks(2, body)

@@ -36,6 +36,7 @@ from property_examples import examples
 from csps.actors.comm.process_group import GroupMaker
 from csps.actors.engine import move_run
 from csps.actors.engine.kv_mover import KvMover
+from csps.models.tokenizers.grammar import regex_grammar
 from csps.protocols.core.placement import KvSlice, Span, round_robin
 from csps.protocols.gang.messages import EvictKv, RetainKv, Sampling
 from csps.protocols.gang.step_messages import MoveSequence, SequenceMoved, SequencePlacement
@@ -122,9 +123,18 @@ async def test_a_sequence_continues_where_its_kv_was_moved(
         cell.check_idle()
 
 
-async def test_a_sequence_gets_another_master_and_no_kv_moves(tiny_llama: Path) -> None:
-    """The new master gets the counts of the old one's sampler."""
-    sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, seed=5, frequency_penalty=1.5),
+        Sampling(temperature=1.0, seed=5, grammar=regex_grammar("([a-f][0-9]?x){1,9999}")),
+    ],
+    ids=["penalty", "grammar"],
+)
+async def test_a_sequence_gets_another_master_and_no_kv_moves(
+    tiny_llama: Path, sampling: Sampling
+) -> None:
+    """The new master gets the tokens that the old one's sampler has counted."""
     async with elastic_cell(tiny_llama, 2) as cell:
         alone, moving = (
             Request(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gang_driver import Request, job_of, prompt_of, shares_at
-from gang_threads import thread_cell
+from gang_threads import elastic_cell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,6 +108,33 @@ async def test_a_piggybacked_prompt_may_be_stored_elsewhere_than_its_master(
 ) -> None:
     piggybacked_request = Rider(50, (100, 100), master=1, tokens=5, rides=True)
     await check_answers(tiny_llama, [piggybacked_request], instances=3, tp=1, budget=7)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_a_piggybacked_prompt_joins_others_that_were_computed_without_its_ranks(
+    tiny_llama: Path, tp: int
+) -> None:
+    """What a prompt at its master leaves of the budget is known to ranks that had no part in it."""
+    budget = 16
+    alone = Rider(2_000, (100,), master=0, tokens=30, rides=True)
+    elsewhere = Rider(700, (0,), master=1, tokens=30, rides=True)
+    both = Rider(100, (50,), master=0, tokens=5, rides=True)
+    async with elastic_cell(tiny_llama, 2, tp=tp) as cell:
+        requests = [rider.request(at, 2) for at, rider in enumerate((alone, elsewhere, both), 1)]
+        for request in requests:
+            await reserve_piggybacked(cell, request)
+        batches = [rank.loop.decode_batch for rank in cell.decode_gang.ranks[::tp]]
+        for request, batch in zip(requests[:2], batches, strict=True):
+            piggyback(cell, request, budget)
+            await eventually(lambda batch=batch: batch.iterations > 2)
+        piggyback(cell, requests[2], budget)
+        for request, rider in zip(requests, (alone, elsewhere, both), strict=True):
+            await cell.until(lambda request=request: cell.finished(request.sequence_id))
+            expected = greedy_tokens(tiny_llama, request.prompt.tolist(), rider.tokens)
+            assert cell.tokens(request.sequence_id) == expected
+        assert batches[0].iterations != batches[1].iterations, "they never iterated apart"
+        await cell.freed(1, 2, 3)
+        cell.check_idle()
 
 
 async def test_a_piggybacked_sequence_resumes_an_answer(tiny_llama: Path) -> None:

@@ -20,7 +20,7 @@ from csps.actors.attention.base.group import SpGroup
 from csps.actors.attention.base.strategy import Strategy
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.attention.choice import strategy_of
-from csps.actors.timing.timeline import TRANSFERS, Event, PhaseTimeline
+from csps.actors.timing.timeline import TRANSFERS, PhaseEvent, PhaseTimeline
 from csps.protocols.gang.step_messages import PrefillStep
 
 ROWS = 4
@@ -55,7 +55,7 @@ def ran(gang: StrategyRanks, job: PrefillStep) -> list[RankResult]:
     return results
 
 
-def check_given(events: Sequence[Event], given: Sequence[int]) -> None:
+def check_given(events: Sequence[PhaseEvent], given: Sequence[int]) -> None:
     computing = [e for e in events if e.name not in TRANSFERS and e.name != "wait"]
     computing.sort(key=lambda event: event.start_ns)
     for event in computing:

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from csps.actors.attention import step_points
 from csps.actors.engine.step_run import StepRun
-from csps.actors.engine.step_trace import LAYER, PHASE
-from csps.actors.timing.timeline import StepClock
+from csps.actors.timing.timeline import LAYER, PHASE, StepClock
 from csps.models.network.network import Layer
 
 TIMELINE = {

@@ -11,8 +11,8 @@ from gang_driver import Request, even_shares, job_of, prompt_of
 from gang_threads import elastic_cell, thread_cell
 from piggyback_requests import piggyback, reserve_piggybacked
 
-from csps.actors.sampling import notifications
-from csps.actors.sampling.notifications import REPORT_S, ProgressReport
+from csps.actors.engine import step_reports
+from csps.actors.engine.step_reports import REPORT_S, ProgressReport
 from csps.protocols.gang.messages import PrefillProgress
 
 
@@ -20,7 +20,7 @@ def test_progress_is_reported_at_most_once_an_interval(monkeypatch: pytest.Monke
     began = 100.0
     times = [100.1, 100.9, began + REPORT_S, 101.5, began + 2 * REPORT_S]
     clock = Mock(side_effect=[began, *times])
-    monkeypatch.setattr(notifications, "time", Mock(monotonic=clock))
+    monkeypatch.setattr(step_reports, "time", Mock(monotonic=clock))
     told: list[tuple[str, Any]] = []
     report = ProgressReport(lambda *word: told.append(word), rank=3, step_id=8)
     for _ in times:
@@ -31,7 +31,7 @@ def test_progress_is_reported_at_most_once_an_interval(monkeypatch: pytest.Monke
 async def test_every_rank_of_a_group_reports_at_every_layer(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifications, "REPORT_S", 0.0)
+    monkeypatch.setattr(step_reports, "REPORT_S", 0.0)
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0]))
         await cell.reserve(request)
@@ -47,7 +47,7 @@ async def test_every_rank_reports_during_piggybacked_prefill(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tokens show progress yet."""
-    monkeypatch.setattr(notifications, "REPORT_S", 0.0)
+    monkeypatch.setattr(step_reports, "REPORT_S", 0.0)
     async with elastic_cell(tiny_llama, 2) as cell:
         request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
         await reserve_piggybacked(cell, request)

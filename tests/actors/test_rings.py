@@ -30,7 +30,7 @@ from csps.actors.comm.layout import GangLayout
 from csps.actors.comm.mesh import Mesh, Tag
 from csps.actors.comm.process_group import GroupMaker
 from csps.actors.kv_cache.kv_pool import KvPool
-from csps.actors.timing.timeline import Event, PhaseTimeline, StepClock
+from csps.actors.timing.timeline import PhaseEvent, PhaseTimeline, StepClock
 from csps.protocols.core.placement import KvSlice, place, striped, zigzag
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
@@ -75,14 +75,16 @@ class RingRun:
     """Bytes from rank to rank."""
     exchanges: list[list[tuple[Tag, int]]]
     """Tag and bytes of each message, by rank."""
-    events: list[list[Event]]
+    events: list[list[PhaseEvent]]
     """Timeline of each rank."""
 
 
 def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> RingRun:
     """Run one layer of a ring."""
 
-    def body(mesh: Mesh) -> tuple[Tensor, SpGroup, list[int], list[tuple[Tag, int]], list[Event]]:
+    def body(
+        mesh: Mesh,
+    ) -> tuple[Tensor, SpGroup, list[int], list[tuple[Tag, int]], list[PhaseEvent]]:
         exchanges = recorded_exchanges(mesh)
         layout = GangLayout(world_size=mesh.world_size, tp=1)
         member = case.order.index(mesh.rank)

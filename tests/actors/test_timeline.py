@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from csps.actors.timing.timeline import Event, PhaseTimeline
+from csps.actors.timing.timeline import PhaseEvent, PhaseTimeline
 
 
 def test_a_timeline_that_is_off_records_nothing() -> None:
     timeline = PhaseTimeline(on=False)
     with timeline.phase("attention", layer=1) as phase, timeline.phase("merge") as other:
         assert phase is other is None
-    timeline.add(Event("wait", 0, 1))
+    timeline.add(PhaseEvent("wait", 0, 1))
     assert timeline.events == []
     assert timeline.phase("attention", layer=1) is timeline.phase("merge")
 

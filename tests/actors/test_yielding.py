@@ -26,7 +26,7 @@ from torch import Tensor
 from csps.actors.attention import ulysses
 from csps.actors.attention.base import yield_points
 from csps.actors.engine.step_run import StepRun
-from csps.actors.kv_transfer.send_queue import SendQueue
+from csps.actors.kv_transfer.sender import SendQueue
 from csps.actors.kv_transfer.transfer_tracker import Sending
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import PrefillDone, SampledToken

@@ -62,7 +62,7 @@ def test_their_versions_are_pinned() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    pins = extras["load-testers"]
+    pins = extras["bench"]
     assert all(re.fullmatch(r"[a-z]+==[0-9.]+", pin) for pin in pins)
     assert {pin.partition("==")[0] for pin in pins} == set(TOOLS)
     guide = (ROOT / "docs" / "load-testing.md").read_text()

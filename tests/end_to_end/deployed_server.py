@@ -92,10 +92,12 @@ class Deployed:
     run_dir: Path
     registry: Registry
 
-    def redeploy(self, **args: Any) -> Deployed:
-        """Redeploy with other settings; return the server with them."""
+    def redeploy(self, *, runtime_env: dict[str, Any] | None = None, **args: Any) -> Deployed:
+        """Redeploy with other settings or another environment; return the server with them."""
         (application,) = self.config.data["applications"]
         changed = {**application, "args": {**application["args"], **args}}
+        if runtime_env is not None:
+            changed["runtime_env"] = runtime_env
         data = {**self.config.data, "applications": [changed]}
         config = _read(self.run_dir, data, self.config.port)
         # `serve deploy` sends the same, after it has imported Ray.
@@ -119,10 +121,13 @@ class Deployed:
         """Return the running processes of a deployment."""
         return {replica["pid"] for replica in self.replicas(deployment)}
 
+    def ranks(self) -> list[RankDescription]:
+        """Return what the ranks of all complete gangs say of themselves."""
+        return self._answers(self.registry.rank_addresses(), "describe", RankDescription)
+
     def rank_pids(self) -> dict[int, int]:
         """Return the processes of a server's only gang, by their ranks."""
-        described = _answers(self.registry.rank_addresses(), "describe", RankDescription)
-        return {rank.rank: rank.pid for rank in described}
+        return {rank.rank: rank.pid for rank in self.ranks()}
 
     def kv_used(self, besides: int) -> dict[int, int]:
         """Return the slots that are taken on each rank of a server's only gang but one, which may
@@ -130,7 +135,9 @@ class Deployed:
         """
         addresses = self.registry.rank_addresses()
         del addresses[besides]
-        return {answer.rank: answer.kv_used for answer in _answers(addresses, "stats", RankStats)}
+        return {
+            answer.rank: answer.kv_used for answer in self._answers(addresses, "stats", RankStats)
+        }
 
     def kill_replica(self, deployment: str, index: int = -1) -> None:
         """Kill one process of a deployment with SIGKILL, as soon as Serve knows of one that
@@ -205,7 +212,7 @@ class Deployed:
         """Return the ranks that are not idle at the deadline; none as soon as all are."""
         addresses = self.registry.rank_addresses()
         while True:
-            stats = _answers(addresses, "stats", RankStats)
+            stats = self._answers(addresses, "stats", RankStats)
             busy = [rank for rank in stats if rank.requests or rank.running or rank.waiting]
             if not busy or time.monotonic() > deadline:
                 return busy
@@ -220,9 +227,27 @@ class Deployed:
         return [sum(rank.kv_slots for rank in ranks) for ranks in self._stats_by_gang()]
 
     def _stats_by_gang(self) -> list[list[RankStats]]:
-        stats = _answers(self.registry.rank_addresses(), "stats", RankStats)
+        stats = self._answers(self.registry.rank_addresses(), "stats", RankStats)
         first = [at for at, rank in enumerate(stats) if rank.rank == 0]
         return [stats[begin:end] for begin, end in pairwise([*first, len(stats)])]
+
+    def _answers(self, addresses: Sequence[tuple[str, int]], method: str, of: type[T]) -> list[T]:
+        """Return the answers of ranks in their order."""
+        tls = self.config.settings.load_tls()
+
+        async def ask(host: str, port: int) -> T:
+            client = await RpcClient.connect(
+                host, port, secret=SECRET.encode(), name="test", deadline_s=RPC_DEADLINE_S, tls=tls
+            )
+            try:
+                return unpack(of, await client.call(method, deadline_s=RPC_DEADLINE_S))
+            finally:
+                await client.close()
+
+        async def ask_all() -> list[T]:
+            return await asyncio.gather(*(ask(host, port) for host, port in addresses))
+
+        return asyncio.run(ask_all())
 
 
 @contextmanager
@@ -271,9 +296,14 @@ def replaced(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
 
 def stop_left(folder: Path) -> None:
     """End the server of a folder, if it still has one."""
-    if (head := ray_head.find_head(folder / ray_head.RUN_DIR)) is not None:
+    stop_head(folder / ray_head.RUN_DIR)
+
+
+def stop_head(run_dir: Path) -> None:
+    """End the Ray whose files are in a directory, if it still runs."""
+    if (head := ray_head.find_head(run_dir)) is not None:
         head.stop(grace_s=0)
-        ray_head.discard_head(folder / ray_head.RUN_DIR)
+        ray_head.discard_head(run_dir)
 
 
 def _read(run_dir: Path, data: dict[str, Any], port: int) -> DeployConfig:
@@ -313,21 +343,3 @@ def slowdown() -> float:
     took_s, after = time.monotonic() - began, os.times()
     used_s = sum(after[2:4]) - sum(before[2:4])
     return max(1.0, took_s / used_s)
-
-
-def _answers(addresses: Sequence[tuple[str, int]], method: str, of: type[T]) -> list[T]:
-    """Yield the answers of ranks in their order."""
-
-    async def ask(host: str, port: int) -> T:
-        client = await RpcClient.connect(
-            host, port, secret=SECRET.encode(), name="test", deadline_s=RPC_DEADLINE_S
-        )
-        try:
-            return unpack(of, await client.call(method, deadline_s=RPC_DEADLINE_S))
-        finally:
-            await client.close()
-
-    async def ask_all() -> list[T]:
-        return await asyncio.gather(*(ask(host, port) for host, port in addresses))
-
-    return asyncio.run(ask_all())

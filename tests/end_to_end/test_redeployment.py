@@ -1,24 +1,27 @@
-"""Another policy through Serve while a stream goes on. Serve ends the ranks that compute it,
-but the stream ends whole, and the policy that comes gives the tokens that the one before gave."""
+"""Another policy through Serve while a stream goes on, over encrypted connections.
+
+The stream keeps its router and its ranks to the end. New requests go to the new ones, and the new
+policy gives the tokens that the former one gave.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from certificates import Authority
 from deployed_server import MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEADLINE_S = 240.0
-POLL_S = 0.05
 POSITIONS = 65_536
 LASTING = 12_000
 """Tokens of the stream that must outlive the redeployment."""
@@ -39,7 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     )
     scheduling = {"policy": "csps"}
     run_dir = tmp_path_factory.mktemp("run")
-    with deployed(model_dir, run_dir, drain_s=DEADLINE_S, scheduling=scheduling) as server:
+    tls = asdict(Authority(run_dir).issue())
+    with deployed(model_dir, run_dir, drain_s=DEADLINE_S, scheduling=scheduling, tls=tls) as server:
         yield server
 
 
@@ -121,13 +125,14 @@ def test_another_policy_gives_the_same_tokens_and_ends_no_stream(server: Deploye
     stream = Streaming(server, prompt)
     ranks = server.pids("DecodeGang")
     successor = server.redeploy(scheduling={"policy": "fixed_sp", "sp": 2})
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert stream.goes_on, "it ended before its ranks did: let it last longer"
-        time.sleep(POLL_S)
+    while set(instances) != {2}:
+        assert stream.goes_on, "it ended before the new policy came: let it last longer"
+        answers, instances = ask_all(successor)
+        assert answers == of_csps
+    assert stream.goes_on, "it ended before the new policy came: let it last longer"
+    assert all(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert stream.text() == undisturbed
 
     successor.wait_ready()
-    of_fixed_sp, instances = ask_all(successor)
-    assert set(instances) == {2}
-    assert of_fixed_sp == of_csps
+    assert not ranks & successor.pids("DecodeGang")
     successor.assert_only_cache_left()

@@ -13,7 +13,7 @@ import pytest
 from deployed_server import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
-from csps.actors.engine.step_trace import PHASE, RANK
+from csps.actors.timing.timeline import PHASE, RANK
 from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.services.telemetry.traces.spans import Trace, read_spans, span_files, traces
 

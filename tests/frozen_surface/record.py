@@ -1,4 +1,5 @@
-"""Writes what users and stored files depend on, as it is now, into the files beside this one.
+"""Writes what users and stored files depend on, as it is now, into the files beside this one, and
+the settings into their JSON schema.
 
 `python tests/frozen_surface/record.py` rewrites the files; with `--print` it prints the same
 instead, for `test_frozen_surface.py`.
@@ -36,6 +37,9 @@ def main() -> None:
     for name, section in sections.items():
         text = json.dumps(section, indent=1, sort_keys=True, ensure_ascii=False)
         (HERE / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    from csps.services.settings.config_schema import write_schema
+
+    write_schema()
 
 
 def _tried(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

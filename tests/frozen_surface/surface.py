@@ -56,12 +56,12 @@ from csps.actors.engine.decode_batch import PROMPT_TOKENS
 from csps.actors.timing.timeline import StepClock
 from csps.actors.worker.startup import model_fingerprint
 from csps.actors.comm.layout import name_digest
-from csps.actors.engine.step_trace import SentBytes
+from csps.actors.timing.timeline import SentBytes
 from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
 from csps.actors.timing.timeline import Event as TimelineEvent
 from csps.actors.timing.timeline import Phase
-from csps.actors.engine.step_trace import traced_step
+from csps.actors.timing.timeline import traced_step
 from csps.actors.sampling.token_sampler import BadLogits
 from csps.cli import COMMANDS
 from csps.cli import main as command_line
@@ -122,6 +122,8 @@ from csps.protocols.openai.responses import TextLogprob
 from csps.protocols.openai.responses import error_body
 from csps.protocols.openai.responses import ChatStream
 from csps.protocols.openai.responses import CompletionStream
+from csps.protocols.openai.responses import DONE
+from csps.protocols.openai.responses import Part
 from csps.protocols.attention.plan import option_name
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.attention.plan import Objective as PlanObjective
@@ -186,8 +188,8 @@ from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.policies.tetris.options import FIT as TETRIS_FIT
 from csps.services.scheduling.core.scheduler import SchedulerCounts as Counts
 from csps.configurator.costs.cost_table import stored
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.elastic_event import ElasticEventKind as ElasticKind
+from csps.services.requests.request_handle import ElasticEvent
+from csps.services.requests.request_handle import ElasticEventKind as ElasticKind
 from csps.services.telemetry.request_trace import error_type
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.request_trace import record_spans
@@ -407,8 +409,7 @@ def _record_a_request() -> None:
 def _record_a_step() -> None:
     job = PrefillStep(step_id=1, group=(0,), bounds=(0, 0), chunks=(), trace=TRACEPARENT)
     clock = StepClock()
-    mesh: Any = types.SimpleNamespace(bytes_sent=[0, 0])
-    with traced_step(job, clock, SentBytes(mesh), rank=0):
+    with traced_step(job, clock, SentBytes([0, 0]), rank=0):
         for phase in get_args(Phase):
             clock.timeline.add(TimelineEvent(phase, 1, 2, layer=1, level=1, micro=1))
 
@@ -895,6 +896,8 @@ def _parser(parser: argparse.ArgumentParser) -> Json:
             for name, sub in action.choices.items():
                 told[name] = _parser(sub)
             continue
+        if action.help == argparse.SUPPRESS:
+            continue  # vLLM's, which tests/services/test_vllm_options.py holds
         name = " ".join(action.option_strings) or action.dest
         told[name] = {
             "kind": _action_kind(action),
@@ -973,10 +976,10 @@ def _chunks(stream: Any) -> list[Json]:
     logprob = TextLogprob(token="t", token_bytes=b"t", logprob=-1.0)
     entry = dataclasses.replace(logprob, top=(logprob,))
     events = [
-        made.start() if hasattr(made, "start") else b"",
-        made.delta("t", completion_tokens=1, logprobs=[entry]),
-        made.delta("", completion_tokens=1, finish_reason="stop", csps={"plan": None}),
-        made.usage(1),
+        made.start(0),
+        made.delta([Part("content", "t")], completion_tokens=1, logprobs=[entry]),
+        made.delta((), completion_tokens=1, finish_reason="stop", csps={"plan": None}),
+        made.end(1).removesuffix(DONE),
     ]
     return [shape(json.loads(event.removeprefix(b"data: "))) for event in events if event]
 

@@ -67,12 +67,14 @@ def absent(*names: str, unless: bool) -> dict[str, Any]:
     return {} if unless else dict.fromkeys(names)
 
 
-def attention(dtype: torch.dtype, dim: int, group: int, rows: int, *, simple: bool) -> None:
+def attention(
+    dtype: torch.dtype, dim: int, group: int, rows: int, *, simple: bool, windowed: bool = False
+) -> None:
     tiling = triton_attention.choose_tiling(dtype, dim, group, rows, SHARED)
     kernel = triton_attention._attention_kernel
     report(
         kernel, dtype, tiling.warps, tiling.stages, GROUP=group, HEAD_DIM=dim, CAUSAL=not simple,
-        VARLEN=not simple, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+        WINDOWED=windowed, VARLEN=not simple, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
         BLOCK_D=padded_dim(dim), **absent(*OPTIONAL, unless=not simple), splits=1,
     )  # fmt: skip
 
@@ -92,6 +94,7 @@ def main() -> None:
     short, long = triton_attention.SHORT_ROWS, triton_attention.LONG_ROWS
     attention(half, 128, 4, long, simple=False)
     attention(half, 128, 4, short, simple=True)
+    attention(half, 128, 4, long, simple=False, windowed=True)
     attention(half, 80, 7, long, simple=False)
     attention(half, 64, 4, long, simple=False)
     attention(half, 256, 1, long, simple=False)

@@ -142,3 +142,35 @@ def test_one_sided_arguments_are_refused() -> None:
         attention(q, k, v, q_positions=torch.arange(3), k_positions=None)
     with pytest.raises(ValueError, match="together"):
         attention(q, k, v, q_positions=None, k_positions=None, cu_seqlens_q=[0, 3])
+
+
+@pytest.mark.parametrize("window", [1, 7, 100, 300, 5000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_windows(layout: str, window: int) -> None:
+    q_positions, k_positions = LAYOUTS[layout]
+    q, k, v = random_qkv(3, len(q_positions), len(k_positions))
+    check(q, k, v, q_positions=q_positions, k_positions=k_positions, window=window)
+
+
+@settings(max_examples=examples(60))
+@given(batch=batches(), window=st.integers(1, 220))
+def test_windows_of_variable_length_batches(batch: dict[str, Any], window: int) -> None:
+    q, k, v = batch.pop("qkv")
+    check(q, k, v, **batch, window=window)
+
+
+@settings(max_examples=examples(60))
+@given(q_positions=ranges(), k_positions=ranges(), window=st.integers(1, 200))
+def test_windows_over_ranges(q_positions: range, k_positions: range, window: int) -> None:
+    q, k, v = random_qkv(9, len(q_positions), len(k_positions))
+    got = attention(q, k, v, q_positions=q_positions, k_positions=k_positions, window=window)
+    at = {"q_positions": torch.tensor(q_positions), "k_positions": torch.tensor(k_positions)}
+    want = dense_attention(q, k, v, **at, window=window)
+    torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("window", "positions"), [(0, range(3)), (2, None)])
+def test_windows_need_positions(window: int, positions: range | None) -> None:
+    q, k, v = random_qkv(8, 3, 3)
+    with pytest.raises(ValueError, match="window"):
+        attention(q, k, v, q_positions=positions, k_positions=positions, window=window)

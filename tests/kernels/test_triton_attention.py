@@ -29,6 +29,7 @@ def on_device(device: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tu
         kwargs.get("scale") or q.shape[2] ** -0.5,
         kwargs.get("cu_seqlens_q"),
         kwargs.get("cu_seqlens_k"),
+        kwargs.get("window"),
     )
     return out_thd.cpu().double(), lse_ht.cpu().double()
 
@@ -47,6 +48,14 @@ def test_layouts(layout: str, triton_device: str) -> None:
     q_positions, k_positions = SMALL_LAYOUTS[layout]
     q, k, v = random_qkv(3, len(q_positions), len(k_positions), dtype=torch.float32)
     check(triton_device, q, k, v, q_positions=q_positions, k_positions=k_positions)
+
+
+@pytest.mark.parametrize("window", [1, 5, 40])
+@pytest.mark.parametrize("layout", SMALL_LAYOUTS)
+def test_windows(layout: str, window: int, triton_device: str) -> None:
+    q_positions, k_positions = SMALL_LAYOUTS[layout]
+    q, k, v = random_qkv(3, len(q_positions), len(k_positions), dtype=torch.float32)
+    check(triton_device, q, k, v, q_positions=q_positions, k_positions=k_positions, window=window)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (6, 2), (40, 1)])

@@ -27,7 +27,7 @@ from raw_server import (
 )
 
 from csps.loadgen.bench.serve import LoadDriver
-from csps.loadgen.client.client import LoadClient, RequestFormat, StreamedAnswer, Transcript
+from csps.loadgen.client.client import LoadClient, RequestFormat, TimedAnswer, Transcript
 from csps.loadgen.client.connection import Server
 from csps.loadgen.results.record import RequestRecord
 from csps.loadgen.workloads.request import RequestObjective, WorkloadRequest
@@ -64,7 +64,7 @@ async def ask_once(reply: Reply, **options: Any) -> RequestRecord:
 def test_pieces_may_end_anywhere(cuts: list[int], newline: str) -> None:
     body = b"".join([b": still working\n\n", *text_events(" é", "", " b", "\n")])
     body = body.replace(b"\n", newline.encode())
-    answer = StreamedAnswer()
+    answer = TimedAnswer()
     edges = sorted({0, len(body), *(cut % len(body) for cut in cuts)})
     for number, (start, stop) in enumerate(pairwise(edges)):
         answer.feed(body[start:stop], number)
@@ -76,7 +76,7 @@ def test_pieces_may_end_anywhere(cuts: list[int], newline: str) -> None:
 
 
 def test_an_answer_ends_with_its_last_token_even_if_that_has_no_text() -> None:
-    answer = StreamedAnswer()
+    answer = TimedAnswer()
     for stamp, chunk in ((3, text_events(" a", "")[0]), (9, text_events(" a", "")[1])):
         answer.feed(chunk, stamp)
     answer.feed(event("[DONE]"), 20)

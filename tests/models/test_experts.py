@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,8 +221,22 @@ def random_experts(
     )
 
 
+def with_biases(
+    experts: ExpertParameters[Tensor], width: int, seed: int
+) -> ExpertParameters[Tensor]:
+    random, count = generator(seed + 2), len(experts.router)
+    gate_up_bias = torch.randn(count, 2 * width, generator=random)
+    down_bias = torch.randn(count, HIDDEN, generator=random)
+    dtype = experts.down.dtype
+    return replace(experts, gate_up_bias=gate_up_bias.to(dtype), down_bias=down_bias.to(dtype))
+
+
 def by_definition(
-    out_td: Tensor, x_td: Tensor, routing: Routing, experts: ExpertParameters[Tensor]
+    out_td: Tensor,
+    x_td: Tensor,
+    routing: Routing,
+    experts: ExpertParameters[Tensor],
+    spec: ExpertSpec,
 ) -> Tensor:
     """Compute token by token in fp64."""
     count = len(experts.router)
@@ -232,12 +247,22 @@ def by_definition(
         out_td.double(), x_td.double(), routing.experts_tk, routing.weights_tk, strict=True
     ):
         for expert, weight in zip(chosen_k.tolist(), weights_k.tolist(), strict=True):
-            gate, up = (gate_up_eid[expert] @ x_d).chunk(2)
-            out_d = out_d + weight * (down_edi[expert] @ (F.silu(gate) * up))
+            if not spec.clamped:
+                gate, up = (gate_up_eid[expert] @ x_d).chunk(2)
+                out_d = out_d + weight * (down_edi[expert] @ (F.silu(gate) * up))
+                continue
+            assert experts.gate_up_bias is not None
+            assert experts.down_bias is not None
+            gate_up = gate_up_eid[expert] @ x_d + experts.gate_up_bias[expert]
+            gate = gate_up[0::2].clamp(max=spec.limit)
+            up = gate_up[1::2].clamp(-spec.limit, spec.limit)
+            middle = (up + 1) * gate * torch.sigmoid(spec.steepness * gate)
+            out_d = out_d + weight * (down_edi[expert] @ middle + experts.down_bias[expert])
         rows.append(out_d)
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("add", [add_by_expert, add_by_groups])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 3e-6), (torch.bfloat16, 0.04)])
 @given(
@@ -249,6 +274,7 @@ def by_definition(
 )
 def test_experts_are_those_of_the_definition(
     add: Any,
+    clamped: bool,
     dtype: torch.dtype,
     error: float,
     tokens: int,
@@ -259,15 +285,19 @@ def test_experts_are_those_of_the_definition(
 ) -> None:
     per_token = data.draw(st.integers(1, count))
     experts = random_experts(count, width, dtype, seed)
+    if clamped:
+        experts = with_biases(experts, width, seed)
     random = generator(seed + 1)
     x_td = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
     out_td = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
-    spec = ExpertSpec(count=count, per_token=per_token, intermediate=width)
+    spec = ExpertSpec(
+        count=count, per_token=per_token, intermediate=width, clamped=clamped, limit=0.8
+    )
     routing = route(row_products(x_td, summable(experts.router)), None, spec)
-    expected_td = by_definition(out_td, x_td, routing, experts)
+    expected_td = by_definition(out_td, x_td, routing, experts, spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts_module, "has_grouped_products", lambda *_: add is add_by_groups)
-        add_experts(out_td, x_td, routing, experts)
+        add_experts(out_td, x_td, routing, experts, spec)
     torch.testing.assert_close(out_td.double(), expected_td, rtol=0, atol=error)
 
 
@@ -276,7 +306,7 @@ def test_no_tokens() -> None:
     nothing_td = torch.empty(0, HIDDEN)
     spec = ExpertSpec(count=4, per_token=2, intermediate=8)
     routing = route(row_products(nothing_td, summable(experts.router)), None, spec)
-    add_experts(nothing_td, nothing_td, routing, experts)
+    add_experts(nothing_td, nothing_td, routing, experts, spec)
 
 
 def test_a_cpu_has_no_grouped_products() -> None:

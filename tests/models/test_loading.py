@@ -99,6 +99,9 @@ def test_a_rank_reads_its_shard_and_nothing_else(
     all_heads = spec.heads + 2 * spec.kv_heads
     attention = spec.hidden * (held_heads + len(shard.query_heads)) * spec.head_dim
     biases = held_heads * spec.head_dim if spec.qkv_bias else 0
+    biases += spec.hidden if spec.output_bias else 0
+    if spec.experts and spec.experts.biases:  # the first rank adds those of the outputs
+        biases += spec.experts.count * (2 * len(shard.expert_intermediate) + spec.hidden)
     mlps = sum(3 * spec.hidden * mlp_columns(spec, shard, layer) for layer in range(spec.layers))
     split = ("proj", "wqkv", "wo.", "feed_forward", "experts")
     text = {name: tensor for name, tensor in stored.items() if not name.startswith(UNREAD)}

@@ -19,7 +19,7 @@ from csps.models.needle_prompts.filler import (
     real_text,
 )
 from csps.models.needle_prompts.haystack import KINDS, ORDERS, Kind, Order, is_correct
-from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate, grid
+from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate
 from csps.models.needle_prompts.words import KEYS, VALUES, count_words, split_words, vocabulary
 
 
@@ -160,13 +160,6 @@ def test_a_count_function_of_another_tokenizer_bounds_the_length() -> None:
     prompt = generate(NeedleConfig(length=2000, seed=4), count)
     assert prompt.tokens == count(prompt.text)
     assert 1900 <= prompt.tokens <= 2000
-
-
-def test_grid_covers_every_cell_with_different_seeds() -> None:
-    configs = list(grid(NeedleConfig(seed=10), lengths=[256, 512], depths=5, repeats=2))
-    assert len(configs) == 20
-    assert len({config.seed for config in configs}) == 20
-    assert {config.depth for config in configs} == {0.1, 0.3, 0.5, 0.7, 0.9}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from csps.models.checkpoints.loading import load_network
 from csps.models.network import network as network_module
-from csps.models.network.network import Network
+from csps.models.network.network import Layer, Network
 
 TOKENS = 37
+NEAR_FIRST = ["sliding_attention", "full_attention"]
 BIASED = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen3": {"attention_bias": True},
@@ -78,10 +79,18 @@ def forward(
                     q_positions=positions_t[start:stop],
                     k_positions=positions_t[:stop],
                     scale=network.spec.scale,
+                    window=network.spec.window_of(index),
+                    sinks_h=_sinks(layer),
                 )
                 x_td = layer.finish(x_td, out_thd.float())
             logits.append(network.logits(x_td))
     return torch.cat(logits)
+
+
+def _sinks(layer: Layer) -> Tensor | None:
+    """Return the sinks of a rank's query heads."""
+    heads, sinks_h = layer.shard.query_heads, layer.weights.sinks
+    return None if sinks_h is None else sinks_h[heads.start : heads.stop]
 
 
 def forward_in_parallel(
@@ -162,6 +171,16 @@ def test_mixtures_of_experts(
         ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 64}),
         ("phi3", {"rope_parameters": None}),
         ("mistral", {"sliding_window": 32_768}),
+        ("mistral", {"sliding_window": 8}),
+        ("ministral3", {"sliding_window": 8}),
+        ("mixtral", {"sliding_window": 8}),
+        ("phi3", {"sliding_window": 8}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": NEAR_FIRST}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+        ("gemma3_text", {"attention_bias": True, "query_pre_attn_scalar": 12}),
+        ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("gpt_oss", {"rope_parameters": None, "num_experts_per_tok": 1}),
         ("glm4", {"partial_rotary_factor": 1.0}),
     ],
     ids=str,

@@ -50,6 +50,9 @@ SPEC = ModelSpec(
 )
 
 
+GEMMA_SCALING = {"rope_type": "linear", "factor": 8.0}
+
+
 def write_config(model_dir: Path, **fields: Any) -> Path:
     (model_dir / "config.json").write_text(json.dumps({**LLAMA, **fields}))
     return model_dir
@@ -88,36 +91,25 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: Pat
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"type": "ntk"}}, "'ntk'.*supported: default"),
         (
-            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32_768},
-            r"sliding.*model_overrides: \{sliding_window: null\}",
-        ),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, "sliding"),
-        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 1024}, "sliding"),
-        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 1024}, "sliding"),
-        (
             {
                 "architectures": ["Mistral3ForConditionalGeneration"],
                 "text_config": {**LLAMA, "model_type": "mistral4"},
             },
             "'mistral4' is not supported; supported: mistral, ministral3",
         ),
-        ({"architectures": ["GptOssForCausalLM"]}, "half of its layers have a sliding window"),
         ({"architectures": ["Llama4ForConditionalGeneration"]}, "attends within chunks"),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-            },
-            "sliding",
-        ),
         (
             {
                 "architectures": ["Qwen3ForCausalLM"],
                 "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention"],
+                "layer_types": ["full_attention", "linear_attention"],
             },
-            "sliding",
+            "linear_attention layers are not supported",
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"}, "'gelu'"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+            "final_logit_softcapping is not supported",
         ),
     ],
 )
@@ -140,9 +132,70 @@ def test_unsupported_features_are_named(
     ],
 )
 def test_a_window_that_no_layer_uses_is_no_window(tmp_path: Path, fields: dict[str, Any]) -> None:
-    read_spec(
-        write_config(tmp_path, num_key_value_heads=4, **{"max_position_embeddings": 2048, **fields})
-    )
+    positions = {"max_position_embeddings": 2048, **fields}
+    spec = read_spec(write_config(tmp_path, num_key_value_heads=4, **positions))
+    assert [spec.window_of(layer) for layer in range(spec.layers)] == [None, None]
+    assert not spec.near_layers
+
+
+WINDOWS = [
+    (["MistralForCausalLM"], {"max_position_embeddings": 32_768}, [4096, 4096]),
+    (["MixtralForCausalLM"], {"sliding_window": 1024}, [1024, 1024]),
+    (["Phi3ForCausalLM"], {"sliding_window": 2047}, [2047, 2047]),
+    (
+        ["Qwen2ForCausalLM"],
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        [None, 9],
+    ),
+    (
+        ["Qwen3ForCausalLM"],
+        {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+        [4096, None],
+    ),
+    (["Gemma3ForCausalLM"], {"sliding_window": 512, "sliding_window_pattern": 2}, [512, None]),
+    (["GptOssForCausalLM"], {}, [128, None]),
+]
+
+
+@pytest.mark.parametrize(("architectures", "fields", "windows"), WINDOWS, ids=str)
+def test_windows_are_those_of_each_family(
+    tmp_path: Path, architectures: list[str], fields: dict[str, Any], windows: list[int | None]
+) -> None:
+    write_config(tmp_path, architectures=architectures, num_key_value_heads=4, **fields)
+    spec = read_spec(tmp_path)
+    assert [spec.window_of(layer) for layer in range(spec.layers)] == windows
+    whole = read_spec(tmp_path, {"sliding_window": None})
+    assert [whole.window_of(layer) for layer in range(spec.layers)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": GEMMA_SCALING},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6, **GEMMA_SCALING},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            }
+        },
+    ],
+    ids=["old", "new"],
+)
+def test_layers_with_a_window_have_a_rotation_of_their_own(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    write_config(tmp_path, architectures=["Gemma3ForCausalLM"], head_dim=4, **fields)
+    spec = read_spec(tmp_path)
+    assert spec.rope.inverse_frequencies == pytest.approx((1 / 8, 1e-3 / 8))
+    assert spec.windowed_rope is not None
+    assert spec.windowed_rope.inverse_frequencies == pytest.approx((1.0, 1e-2))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_has_a_position(tmp_path: Path, window: int) -> None:
+    write_config(tmp_path, architectures=["Phi3ForCausalLM"], sliding_window=window)
+    with pytest.raises(CheckpointError, match="window must be at least 1"):
+        read_spec(tmp_path)
 
 
 def test_dual_chunk_attention_ends_with_its_first_chunk(tmp_path: Path) -> None:
@@ -190,9 +243,9 @@ def test_overrides_of_a_wrapped_model_are_those_of_its_text_part(tmp_path: Path)
     text = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 4, "eos_token_id": 7}
     fields = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
     write_config(tmp_path, **fields)
-    with pytest.raises(UnsupportedModelError, match="sliding"):
-        read_spec(tmp_path)
+    assert read_spec(tmp_path).window == 4096
     spec = read_spec(tmp_path, {"sliding_window": None, "max_position_embeddings": 99})
+    assert spec.window is None
     assert (spec.max_positions, spec.wrapped, spec.eos_token_ids) == (99, True, (7,))
 
 

@@ -826,8 +826,11 @@ REPORTS = (
     Fault(
         name="A heartbeat of a rank is taken for an instance's.",
         file="services/router/rank_notifications.py",
-        old=("self._note_heartbeat(gang_number, gang.instance_of(rank))\n            for token in"),
-        new="self._note_heartbeat(gang_number, rank)\n            for token in",
+        old=(
+            "self._note_heartbeat(gang_number, gang.instance_of(rank))\n"
+            "                for token in"
+        ),
+        new="self._note_heartbeat(gang_number, rank)\n                for token in",
         test=ALL_RANKS,
     ),
     Fault(
@@ -1107,6 +1110,39 @@ RANK_GAPS = (
     ),
 )
 
+HANDOVER = "tests/services/test_handover.py"
+
+UPDATES = (
+    Fault(
+        name="A router attaches to another rollout's gang.",
+        file="services/cluster/membership.py",
+        old="if (gang.rollout, gang.role) == (member.rollout, member.role) and gang.complete",
+        new="if gang.role == member.role and gang.complete",
+        test="tests/services/test_membership.py::test_a_gang_serves_in_its_own_rollout_only",
+    ),
+    Fault(
+        name="Gangs that a former router still uses are ended to make room.",
+        file="services/cluster/handover.py",
+        old="if self._cluster.link is not None or waits:",
+        new="if self._cluster.link is not None:",
+        test=f"{HANDOVER}::test_gangs_without_a_place_get_that_of_the_former_ones_once_these_are_free",
+    ),
+    Fault(
+        name="A store that does not answer counts as an empty one, and former ranks are killed.",
+        file="services/cluster/handover.py",
+        old='serves: %s", exc)\n        return True',
+        new='serves: %s", exc)\n        return False',
+        test=f"{HANDOVER}::test_ranks_live_on_until_it_is_known_that_nobody_uses_the_former_ones",
+    ),
+    Fault(
+        name="Clients need no certificate.",
+        file="protocols/rpc/tls.py",
+        old="    context.verify_mode = ssl.CERT_REQUIRED\n",
+        new="    context.verify_mode = ssl.CERT_OPTIONAL\n",
+        test="tests/protocols/test_tls.py::test_a_client_without_a_certificate_is_refused",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *SCHEDULER,
     *UNSENT_STEPS,
@@ -1120,4 +1156,5 @@ FAULTS: tuple[Fault, ...] = (
     *WIRE,
     *RANKS,
     *RANK_GAPS,
+    *UPDATES,
 )

@@ -18,9 +18,9 @@ from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
-    Entry,
     Iterate,
     Iterated,
+    LogEntry,
     PlaceSequence,
     Prepared,
     RanQuantum,
@@ -92,7 +92,7 @@ class Frame:
 class Rank:
     """State of one rank."""
 
-    queue: deque[Entry] = field(default_factory=deque)
+    queue: deque[LogEntry] = field(default_factory=deque)
     busy: bool = False
     stack: list[Frame] = field(default_factory=list)
     executed: list[int] = field(default_factory=list)
@@ -133,8 +133,11 @@ class Ranks:
         self.iterations: dict[int, list[tuple[int, int]]] = {}
         """(entry, end) of each iteration at its leader, by batch."""
         self._meeting: dict[tuple[str, int, int], dict[int, Callable[[], None]]] = {}
+        self._counted: dict[tuple[int, int], dict[int, int]] = {}
+        """(entry, iteration) -> earlier iterations of each piggybacked sequence, as the first of
+        its ranks knows them."""
 
-    def deliver(self, rank: int, entries: Iterable[Entry]) -> None:
+    def deliver(self, rank: int, entries: Iterable[LogEntry]) -> None:
         self.each[rank].queue.extend(entries)
         self._advance(rank)
 
@@ -178,7 +181,7 @@ class Ranks:
             for resume in here.values():
                 resume()
 
-    def _run(self, r: int, entry: Entry, run: RunQuantum) -> None:
+    def _run(self, r: int, entry: LogEntry, run: RunQuantum) -> None:
         rank, timed = self.each[r], self._steps[run.step]
         if not rank.stack or rank.stack[-1].timed is not timed:
             self._push(rank, timed)
@@ -204,7 +207,7 @@ class Ranks:
         assert len(rank.stack) < DEEPEST
 
     def _to_yield_point(
-        self, r: int, frame: Frame, entry: Entry, run: RunQuantum, since: int
+        self, r: int, frame: Frame, entry: LogEntry, run: RunQuantum, since: int
     ) -> None:
         if frame.yield_point == run.until:
             self._suspend(r, frame, entry, since)
@@ -222,7 +225,7 @@ class Ranks:
             lambda: self._clock.after(frame.timed.yield_point_ms, reached),
         )
 
-    def _suspend(self, r: int, frame: Frame, entry: Entry, since: int) -> None:
+    def _suspend(self, r: int, frame: Frame, entry: LogEntry, since: int) -> None:
         rank, task = self.each[r], frame.timed.task
         if frame.yield_point == task.yield_points:
             rank.finished.append(task.id)
@@ -244,7 +247,7 @@ class Ranks:
         while rank.stack and rank.stack[-1].aborted:
             rank.stack.pop()
 
-    def _iterate(self, r: int, entry: Entry, op: Iterate) -> None:
+    def _iterate(self, r: int, entry: LogEntry, op: Iterate) -> None:
         rank = self.each[r]
         assert self._iterated(r, op), f"{entry} iterates no sequences"
         members = set(self._members(op))
@@ -292,7 +295,7 @@ class Ranks:
             if ranks(sequence) <= members
         ]
 
-    def _iteration(self, r: int, entry: Entry, op: Iterate, i: int, since: int) -> None:
+    def _iteration(self, r: int, entry: LogEntry, op: Iterate, i: int, since: int) -> None:
         spec, members = self._batches[op.batch], self._members(op)
         if i == op.iterations:
             self._end_grant(r, entry, op, since)
@@ -307,6 +310,14 @@ class Ranks:
                 ends.append((entry.seq, self._clock.now))
             self._iteration(r, entry, op, i + 1, since)
 
+        counted = {
+            sequence: self.each[r].sequences[op.batch][sequence]
+            for sequence in self._iterated(r, op)
+            if is_piggybacked(sequence)
+        }
+        assert self._counted.setdefault((entry.seq, i), counted) == counted, (
+            f"ranks cut the prompts of {entry} differently"
+        )
         self._meet(
             ("iteration", entry.seq, i),
             members,
@@ -314,7 +325,7 @@ class Ranks:
             lambda: self._clock.after(spec.iteration_time, ended),
         )
 
-    def _end_grant(self, r: int, entry: Entry, op: Iterate, since: int) -> None:
+    def _end_grant(self, r: int, entry: LogEntry, op: Iterate, since: int) -> None:
         """Report a grant; every rank is the master of some sequences."""
         sequences = self.each[r].sequences[op.batch]
         finished = tuple(
@@ -334,6 +345,11 @@ class Ranks:
 
     def _change(self, rank: Rank, change: Change) -> None:
         sequences = rank.sequences.setdefault(change.batch, {})
+        r = self.each.index(rank)
+        for group, iterations in change.iterated:
+            ranks = self._ranks_of(r, change.batch)
+            for sequence in sequences if r not in group else ():
+                sequences[sequence] += iterations * (ranks(sequence) <= set(group))
         for sequence in change.left:
             sequences.pop(sequence, None)
         for sequence, _ in change.joined:
@@ -369,6 +385,11 @@ class Scenario:
 
 FIRST_DECODED = 1000
 """First number of a sequence that decodes; those below are prefilled."""
+
+
+def is_piggybacked(sequence: int) -> bool:
+    """Return whether a sequence's prompt is computed by its batch."""
+    return sequence % 2 == 1
 
 
 def random_scenario(
@@ -478,7 +499,7 @@ class World:
         )
         self.ranks.send = self._report
         self.sequencer = Sequencer(scenario.size, quantum_ns=QUANTUM * NS)
-        self.log: list[tuple[Entry, tuple[int, ...]]] = []
+        self.log: list[tuple[LogEntry, tuple[int, ...]]] = []
         self._arrives: dict[tuple[str, int], int] = {}
 
     def run(self) -> None:
@@ -494,7 +515,8 @@ class World:
             self._submit(time, scenario.steps[step].task)
         for time, batch, sequence, owner in scenario.joins:
             ranks = scenario.needed_ranks.get(sequence, ())
-            self._at(time, sequencer.join, batch, sequence, 0, owner, 0, ranks)
+            token = None if is_piggybacked(sequence) else 0
+            self._at(time, sequencer.join, batch, sequence, token, owner, 0, ranks)
         for time, sequence in scenario.cancels:
             self._at(time, sequencer.cancel, sequence)
         for time, owner in scenario.ends:
@@ -590,7 +612,7 @@ class World:
 
 
 def replay(
-    scenario: Scenario, projections: list[list[Entry]], longest_delay: int, rng: Random
+    scenario: Scenario, projections: list[list[LogEntry]], longest_delay: int, rng: Random
 ) -> Ranks:
     """Run ranks on a log without a sequencer, each entry after a delay.
 

@@ -55,10 +55,11 @@ def test_the_budget_is_spent_and_only_decoding_exceeds_it(
 ) -> None:
     lengths = chunk_lengths(rows, budget)
     decoding = [row.prompt <= row.next for row in rows]
-    ones = sum(length for length, decodes in zip(lengths, decoding, strict=True) if decodes)
-    prefilled = sum(lengths) - ones
+    prefilled = sum(
+        length for length, decodes in zip(lengths, decoding, strict=True) if not decodes
+    )
     to_prefill = sum(row.prompt - row.next for row in rows if row.next < row.prompt)
-    assert prefilled == min(max(0, budget - ones), to_prefill)
+    assert prefilled == min(max(0, budget - sum(decoding)), to_prefill)
     for row, length in zip(rows, lengths, strict=True):
         if row.next < row.prompt:
             assert 0 <= length <= row.prompt - row.next
@@ -88,7 +89,7 @@ def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
     rows: list[SequenceCursor], budget: int
 ) -> None:
     lengths = chunk_lengths(rows, budget)
-    decoding = sum(row.prompt <= row.next < row.stop for row in rows)
+    decoding = sum(row.prompt <= row.next for row in rows)
     begun = [index for index, row in enumerate(rows) if row.first < row.next < row.prompt]
     new = [index for index, row in enumerate(rows) if row.first == row.next < row.prompt]
     if budget > decoding and (begun or new):
@@ -193,7 +194,11 @@ def test_batches_are_those_of_sarathi(sizes: list[tuple[int, int, int]], budget:
         for number, (_, prompt, output) in enumerate(sizes)
     }
     for iteration, computed in enumerate(expected):
-        there = [sequence for sequence in order if sizes[sequence][0] <= iteration]
+        there = [
+            sequence
+            for sequence in order
+            if sizes[sequence][0] <= iteration and states[sequence].next < states[sequence].stop
+        ]
         lengths = chunk_lengths([states[sequence] for sequence in there], budget)
         assert {sequence: n for sequence, n in zip(there, lengths, strict=True) if n} == computed
         for sequence, length in zip(there, lengths, strict=True):

@@ -169,11 +169,31 @@ def test_an_unexpected_rank_is_refused(rank: int, secret: bytes) -> None:
         joined.close()
 
 
+@pytest.mark.parametrize("name", ["9" * 5000, "\u0661", "01", "+1", ""], ids=lambda name: name[:3])
+def test_a_rank_whose_name_is_no_rank_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows the secret. Python converts no number of 5,000 digits."""
+
+    def misnamed(secret: bytes, version: int, _: str) -> ClientHandshake:
+        return ClientHandshake(secret, version, name)
+
+    with listening() as listener, ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(accept, listener, range(1, 2))
+        with monkeypatch.context() as changed:
+            changed.setattr(log_connection, "ClientHandshake", misnamed)
+            with pytest.raises(FaultError):
+                join(listener, 1).receive()
+        joined = join(listener, 1)
+        accepting.result(WAIT_S)[1].close()
+        joined.close()
+
+
 def test_a_rank_of_the_previous_log_version_is_refused_by_both_numbers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = LOG_VERSION, LOG_VERSION - 1
-    assert (ours, theirs) == (3, 2)
+    assert (ours, theirs) == (4, 3)
 
     def previous_release(secret: bytes, version: int, name: str) -> ClientHandshake:
         return ClientHandshake(secret, version - 1, name)
@@ -182,13 +202,13 @@ def test_a_rank_of_the_previous_log_version_is_refused_by_both_numbers(
         accepting = thread.submit(accept, listener, range(1, 2))
         with monkeypatch.context() as older:
             older.setattr(log_connection, "ClientHandshake", previous_release)
-            with pytest.raises(ProtocolMismatch, match="speaks version 2, the peer 3") as caught:
+            with pytest.raises(ProtocolMismatch, match="speaks version 3, the peer 4") as caught:
                 join(listener, 1)
         assert (caught.value.ours, caught.value.theirs) == (theirs, ours)
         joined = join(listener, 1)
         accepting.result(WAIT_S)[1].close()
         joined.close()
-    assert "this side speaks version 3, the peer 2" in caplog.text
+    assert "this side speaks version 4, the peer 3" in caplog.text
 
 
 def test_a_rank_comes_once() -> None:

@@ -27,6 +27,10 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
 
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 def chat(**fields: Any) -> ChatCompletionRequest:
     return parse_request(ChatCompletionRequest, json.dumps({**CHAT, **fields}).encode())
 
@@ -40,7 +44,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def test_defaults() -> None:
     request = chat()
-    assert (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, 0)
+    assert (request.temperature, request.top_p, request.top_k) == (None, None, None)
     assert (request.output_limit, request.alternatives, request.stop) == (None, None, ())
     assert (request.csps.attention, request.csps.objective) == ("auto", None)
     assert completion().output_limit == 16
@@ -119,11 +123,11 @@ def test_fields_of_load_generators_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("text", "text"),
-        (["text"], "text"),
-        ([1, 2], [1, 2]),
-        ([[1, 2]], [1, 2]),
-        ("\U0001f600\u0000", "\U0001f600\u0000"),
+        ("text", ("text",)),
+        (["text", "more"], ("text", "more")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+        ("\U0001f600\u0000", ("\U0001f600\u0000",)),
     ],
 )
 def test_prompt_shapes(prompt: Any, expected: Any) -> None:
@@ -250,7 +254,50 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens: must be between 1 and"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: must not exceed max_tokens (8)"),
     ({"seed": 2**63}, "seed: must be between"),
-    ({"n": 2}, "n: only 1 is supported, got 2"),
+    ({"n": 129}, "n: must be between 1 and 128, got 129"),
+    ({"priority": 1}, "priority: only 0 is supported, got 1"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs: not supported by this server"),
+    ({"use_beam_search": True}, "use_beam_search: only false is supported, got true"),
+    ({"length_penalty": 2}, "length_penalty: only 1 is supported, got 2"),
+    ({"thinking_token_budget": 9}, "thinking_token_budget: not supported by this server"),
+    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params: not supported by this server"),
+    ({"return_token_ids": True}, "return_token_ids: only false is supported, got true"),
+    ({"bad_words": [""]}, "bad_words: must not contain an empty word"),
+    ({"bad_words": ["x"] * 129}, "bad_words: at most 128 words are supported, got 129"),
+    ({"bad_words": ["x" * 257]}, "bad_words: words of at most 256 characters are supported"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids: must be an array of token ids"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: must be between -1 and"),
+    ({"truncation_side": "middle"}, "truncation_side: must be 'left' or 'right', got 'middle'"),
+    ({"response_format": 1}, "response_format: must be an object with a type, got 1"),
+    (
+        {"response_format": {"type": "xml"}},
+        "response_format.type: must be 'text', 'json_object' or 'json_schema', got 'xml'",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+        "response_format.json_schema.schema: must be a JSON schema, got 1",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs: only one of them is allowed, got regex and choice",
+    ),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp: unknown field; did"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag: not"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: must be an array of str"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: is not JSON"),
+    (
+        {"structured_outputs": {"regex": "a" * 131_073}},
+        "structured_outputs.regex: at most 131072 characters are supported, got 131073",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+        "ignore_eos: not allowed with structured output",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs: not allowed beside 'response_format'",
+    ),
     ({"stop": [""]}, "stop: must not contain an empty string"),
     ({"stop": ["x"] * 17}, "stop: at most 16 strings are supported, got 17"),
     ({"stop": "x" * 1025}, "stop: strings of at most 1024 characters are supported, got 1025"),
@@ -386,18 +433,42 @@ REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "messages[0].tool_calls: not supported",
+        "messages[0].tool_calls[0].function: required",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]},
+        "messages[0].tool_calls: only an assistant calls tools",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL] * 513}]},
+        "messages[0].tool_calls: at most 512 calls are supported, got 513",
     ),
     ({"prompt": "x"}, "prompt: unknown field"),
     ({"logprobs": 5}, "logprobs: must be a boolean, got 5"),
     ({"top_logprobs": 3}, "top_logprobs: needs 'logprobs': true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be between 0 and 20"),
-    ({"tools": [{"type": "function"}]}, "tools: not supported by this server"),
-    ({"tool_choice": "required"}, "tool_choice: must be 'none' or 'auto'"),
+    ({"tools": [{"type": "function"}]}, "tools: 'function' of a tool must be an object, got null"),
+    ({"tools": [{"type": "custom"}]}, "tools: only tools of type 'function' are supported, got"),
+    ({"tools": [TOOL] * 2}, "tools: two functions have one name"),
+    ({"tools": [TOOL] * 513}, "tools: at most 512 tools are supported, got 513"),
+    ({"tools": [{"function": {"name": "a b"}}]}, "tools: a function's name must match"),
+    ({"tool_choice": "required"}, "tool_choice: needs 'tools'"),
+    ({"tool_choice": "any"}, "tool_choice: must be 'none', 'auto', 'required' or"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice: no tool is called 'g'",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice: not allowed with structured output",
+    ),
+    ({"chat_template": 1}, "chat_template: must be a string of at most 65536 characters"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools: not allowed here"),
+    ({"documents": ["x"]}, "documents: must be an array of objects"),
+    ({"reasoning_effort": "some"}, "reasoning_effort: must be 'none', "),
     ({"functions": [{}]}, "functions: not supported"),
     ({"modalities": ["text", "audio"]}, "modalities: only ['text'] is supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format: only"),
-    ({"continue_final_message": True}, "continue_final_message: only false is supported"),
+    ({"continue_final_message": True}, "continue_final_message: needs 'add_generation_prompt'"),
 ]
 
 REFUSED_COMPLETION: list[tuple[dict[str, Any], str]] = [
@@ -405,7 +476,9 @@ REFUSED_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt: must not be empty"),
     ({"prompt": [[]]}, "prompt: must not be empty"),
     ({"prompt": [""]}, "prompt: must not be empty"),
-    ({"prompt": ["a", "b"]}, "prompt: only one prompt a request is supported, got 2"),
+    ({"prompt": ["a"] * 129}, "prompt: at most 128 prompts are supported, got 129"),
+    ({"prompt": ["a"] * 65, "n": 2}, "n: at most 128 answers are supported, got 130"),
+    ({"prompt": ["a", [1], ""]}, "prompt: must not be empty"),
     ({"prompt": [1, "a"]}, "prompt: must be a string or an array of token ids"),
     ({"prompt": [1, True]}, "prompt: must be a string or an array of token ids"),
     ({"prompt": [1.0]}, "prompt: must be a string or an array of token ids"),
@@ -415,8 +488,9 @@ REFUSED_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt: required"),
     ({"logprobs": 6}, "logprobs: must be between 0 and 5, got 6"),
     ({"logprobs": True}, "logprobs: must be an integer, got true"),
-    ({"best_of": 2}, "best_of: only 1 is supported"),
-    ({"echo": True}, "echo: only false is supported"),
+    ({"best_of": 1, "n": 2}, "best_of: must be at least n (2)"),
+    ({"best_of": 2, "stream": True}, "best_of: must be n for a stream"),
+    ({"echo": True, "logprobs": 1}, "logprobs: not supported with 'echo'"),
     ({"suffix": "x"}, "suffix: not supported"),
 ]
 

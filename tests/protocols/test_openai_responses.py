@@ -45,12 +45,14 @@ from csps.protocols.openai.responses import (
     CompletionStream,
     ModelCard,
     ModelList,
+    Part,
     TextLogprob,
     Usage,
     WholeChat,
     WholeCompletion,
     error_body,
     error_event,
+    whole_body,
 )
 
 ENTRIES = (
@@ -69,6 +71,10 @@ USAGE = Usage.of(3, 2, 1)
 PLAIN = StreamOptions()
 WITH_USAGE = StreamOptions(include_usage=True)
 CONTINUOUS = StreamOptions(include_usage=True, continuous_usage_stats=True)
+
+
+def said(text: str) -> list[Part]:
+    return [Part("content", text)]
 
 
 def event(data: bytes) -> Any:
@@ -123,6 +129,7 @@ def completion_chunk(data: bytes) -> dict[str, Any]:
 
 def test_chat_answer() -> None:
     choice = ChatChoice(
+        index=0,
         message=AssistantMessage(content="Hello"),
         logprobs=ChatLogprobs.of(ENTRIES),
         finish_reason="stop",
@@ -179,37 +186,39 @@ def test_an_answer_encoded_by_token_is_the_whole(
     entries = [entry for _, entry in tokens] if has_logprobs else []
 
     def completion(text: str, logprobs: CompletionLogprobs | None) -> CompletionResponse:
-        choice = CompletionChoice(text=text, logprobs=logprobs, finish_reason="stop")
+        choice = CompletionChoice(index=1, text=text, logprobs=logprobs, finish_reason="stop")
         return CompletionResponse(choices=[choice], **shared)
 
     def chat(text: str, logprobs: ChatLogprobs | None) -> ChatCompletionResponse:
         message = AssistantMessage(content=text)
-        choice = ChatChoice(message=message, logprobs=logprobs, finish_reason="stop")
+        choice = ChatChoice(index=1, message=message, logprobs=logprobs, finish_reason="stop")
         return ChatCompletionResponse(choices=[choice], **shared)
 
     with mock.patch.object(responses._Joined, "PIECE_CHARACTERS", piece_characters):
-        for whole, empty, at_once in (
+        for whole, at_once in (
             (
                 WholeCompletion(),
-                completion("", None),
                 completion(text, CompletionLogprobs.of(entries) if entries else None),
             ),
             (
                 WholeChat(),
-                chat("", None),
                 chat(text, ChatLogprobs.of(entries) if entries else None),
             ),
         ):
             for shown, entry in tokens:
-                whole.push(shown, entry if has_logprobs else None)
-            body = json.loads(b"".join(whole.pieces(empty)))
-            excluded = {"csps"} if csps is None else None
-            assert body == json.loads(at_once.model_dump_json(exclude=excluded))
+                whole.push((Part("content", shown),), entry if has_logprobs else None)
+            empty = at_once.model_copy(update={"choices": []})
+            body = json.loads(b"".join(whole_body(empty, [whole.pieces(1, "stop")])))
+            expected = at_once.model_dump(mode="json", exclude={"csps"} if csps is None else None)
+            for choice in expected["choices"]:
+                for name in ("reasoning_content", "tool_calls"):
+                    choice.get("message", {}).pop(name, None)
+            assert body == expected
 
 
 def test_completion_answer() -> None:
     choice = CompletionChoice(
-        text="Hello", logprobs=CompletionLogprobs.of(ENTRIES), finish_reason="length"
+        index=0, text="Hello", logprobs=CompletionLogprobs.of(ENTRIES), finish_reason="length"
     )
     body = CompletionResponse(id="c1", created=9, model="m", choices=[choice], usage=USAGE)
     read = Completion.model_validate(json.loads(body.model_dump_json()), strict=True)
@@ -221,7 +230,7 @@ def test_completion_answer() -> None:
 
 
 def test_models() -> None:
-    card = ModelCard(id="m", created=9, max_model_len=65_536)
+    card = ModelCard(id="m", created=9, max_model_len=65_536, default_max_tokens=4096)
     data = json.loads(ModelList(data=[card]).model_dump_json())
     assert data["object"] == "list"
     Model.model_validate(data["data"][0], strict=True)
@@ -232,28 +241,28 @@ def test_models() -> None:
 
 @given(st.text())
 def test_chat_text_survives(text: str) -> None:
-    chunk = chat_chunk(chat_stream().delta(text, completion_tokens=1))
+    chunk = chat_chunk(chat_stream().delta(said(text), completion_tokens=1))
     assert chunk.choices[0].delta.content == text
     assert (chunk.id, chunk.model, chunk.created) == ("c1", "m", 9)
 
 
 @given(st.text())
 def test_completion_text_survives(text: str) -> None:
-    chunk = completion_chunk(completion_stream().delta(text, completion_tokens=1))
+    chunk = completion_chunk(completion_stream().delta(said(text), completion_tokens=1))
     assert chunk["choices"][0]["text"] == text
 
 
 def test_chat_stream() -> None:
     stream = chat_stream(WITH_USAGE)
-    first = chat_chunk(stream.start())
+    first = chat_chunk(stream.start(0))
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    middle = chat_chunk(stream.delta("He", completion_tokens=1, logprobs=ENTRIES[:1]))
+    middle = chat_chunk(stream.delta(said("He"), completion_tokens=1, logprobs=ENTRIES[:1]))
     assert middle.choices[0].finish_reason is None
     assert middle.usage is None
     assert middle.choices[0].logprobs is not None
-    last = chat_chunk(stream.delta("llo", completion_tokens=2, finish_reason="stop"))
+    last = chat_chunk(stream.delta(said("llo"), completion_tokens=2, finish_reason="stop"))
     assert last.choices[0].finish_reason == "stop"
-    total = chat_chunk(stream.usage(2))
+    total = chat_chunk(stream.end(2).removesuffix(DONE))
     assert total.choices == []
     assert total.usage is not None
     assert total.usage.model_dump(exclude_none=True) == USAGE.model_dump()
@@ -263,25 +272,27 @@ def test_chat_stream() -> None:
 def test_completion_stream_has_text_offsets() -> None:
     stream = completion_stream()
     for entry, offset in zip(ENTRIES, (0, 2), strict=True):
-        chunk = completion_chunk(stream.delta(entry.token, completion_tokens=1, logprobs=[entry]))
+        chunk = completion_chunk(
+            stream.delta(said(entry.token), completion_tokens=1, logprobs=[entry])
+        )
         assert chunk["choices"][0]["logprobs"]["text_offset"] == [offset]
         assert chunk["choices"][0]["finish_reason"] is None
 
 
 @pytest.mark.parametrize("make", [chat_stream, completion_stream])
 def test_usage_as_asked_for(make: Any) -> None:
-    assert "usage" not in event(make().delta("x", completion_tokens=1))
-    assert make().usage(1) == b""
-    assert event(make(WITH_USAGE).delta("x", completion_tokens=1))["usage"] is None
-    total = event(make(CONTINUOUS).delta("x", completion_tokens=2))["usage"]
+    assert "usage" not in event(make().delta(said("x"), completion_tokens=1))
+    assert make().end(1) == DONE
+    assert event(make(WITH_USAGE).delta(said("x"), completion_tokens=1))["usage"] is None
+    total = event(make(CONTINUOUS).delta(said("x"), completion_tokens=2))["usage"]
     assert total == USAGE.model_dump()
     only_continuous = make(StreamOptions(continuous_usage_stats=True))
-    assert "usage" not in event(only_continuous.delta("x", completion_tokens=1))
+    assert "usage" not in event(only_continuous.delta(said("x"), completion_tokens=1))
 
 
 def test_explanation_goes_with_the_last_chunk() -> None:
     report = {"plan": {"strategy": "ulysses"}, "timings": {"queue_s": 0.1}}
-    last = chat_stream().delta("", completion_tokens=1, finish_reason="stop", csps=report)
+    last = chat_stream().delta((), completion_tokens=1, finish_reason="stop", csps=report)
     assert event(last)["csps"] == report
     chat_chunk(last)
 
@@ -296,7 +307,7 @@ def test_odd_names_do_not_break_the_envelope() -> None:
         cached_tokens=lambda: 0,
         options=StreamOptions(),
     )
-    assert chat_chunk(stream.delta("x", completion_tokens=1)).model == name
+    assert chat_chunk(stream.delta(said("x"), completion_tokens=1)).model == name
 
 
 def test_error_event_has_the_clients_format() -> None:

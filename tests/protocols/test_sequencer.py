@@ -31,10 +31,10 @@ from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
-    Entry,
     Free,
     Iterate,
     Iterated,
+    LogEntry,
     Op,
     PlaceSequence,
     Prepared,
@@ -59,7 +59,7 @@ class DrivenSequencer(Sequencer):
         """Return the operations of new entries."""
         return [entry.op for entry in self.entries()]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LogEntry]:
         return [entry for entry, _ in self.take()]
 
     def step(
@@ -114,7 +114,7 @@ class DrivenSequencer(Sequencer):
         self.open_batch(batch, ranks)
         self.join(batch, batch, 0, OWNER)
 
-    def executed(self, entry: Entry, milliseconds: int = 1) -> None:
+    def executed(self, entry: LogEntry, milliseconds: int = 1) -> None:
         """Report an entry, as its leader or only master."""
         match entry.op:
             case RunQuantum(step, until):
@@ -161,7 +161,7 @@ def test_groups_merge_and_part_with_the_sequences_that_join_them() -> None:
             sequencer.iterated(rank, seq, 0, NS)
     assert set(groups(sequencer)) == {(0,), (1,)}
     sequencer.move(1, 7, 0, 1, 2, places=(2, 1), master=2)
-    log: list[tuple[Entry, tuple[int, ...]]] = []
+    log: list[tuple[LogEntry, tuple[int, ...]]] = []
     for seq, rank in ((5, 0), (6, 1), (7, 0), (8, 1)):
         sequencer.iterated(rank, seq, 0, NS)
         log += sequencer.take()
@@ -510,7 +510,7 @@ def test_a_waiting_step_that_is_cancelled_is_aborted() -> None:
     sequencer.cancel(4)
     assert sequencer.take() == []
     sequencer.cancel(5)
-    assert sequencer.take() == [(Entry(1, Abort(1)), (0, 2))]
+    assert sequencer.take() == [(LogEntry(1, Abort(1)), (0, 2))]
     sequencer.prepared(1, 0)
     sequencer.prepared(1, 2)
     assert sequencer.take() == []
@@ -578,7 +578,7 @@ def test_a_sequence_that_has_left_is_not_moved() -> None:
     sequencer = DrivenSequencer(2)
     sequencer.open_batch(0, (0, 1), masters=(0, 1))
     sequencer.move(1, 7, 0, 1, places=(1,))
-    assert sequencer.take() == [(Entry(1, Abort(1)), (0, 1))]
+    assert sequencer.take() == [(LogEntry(1, Abort(1)), (0, 1))]
     for step, end in enumerate(
         (sequencer.cancel, lambda sequence: sequencer.retain(sequence, ())), 2
     ):
@@ -654,7 +654,7 @@ def test_frames_come_back_as_they_were() -> None:
         Free(1, (Span(2, 9, 3), Span(0, 2**62))),
         PlaceSequence(7, (1, 2), 1),
     ]
-    entries = [Entry(seq, op) for seq, op in enumerate(ops, 1)]
+    entries = [LogEntry(seq, op) for seq, op in enumerate(ops, 1)]
     assert unpack_entries(pack_entries(entries)) == entries
     reports = [Prepared(0, 1), RanQuantum(0, 1, 2, 3, 4), Iterated(0, 1, 2, 3, (4, 5))]
     assert unpack_reports(pack_reports(reports)) == reports
@@ -670,7 +670,7 @@ def test_an_invalid_frame_is_an_error_of_the_protocol(frame: bytes) -> None:
 @pytest.mark.parametrize("size", range(1, 8))
 def test_a_frame_that_is_cut_off_is_an_error_of_the_protocol(size: int) -> None:
     with pytest.raises(ProtocolError):
-        unpack_entries(pack_entries([Entry(1, RunQuantum(1, 2, (3,)))])[:-size])
+        unpack_entries(pack_entries([LogEntry(1, RunQuantum(1, 2, (3,)))])[:-size])
     with pytest.raises(ProtocolError):
         unpack_reports(pack_reports([Prepared(0, 1)])[: -min(size, 4)])
 
@@ -678,7 +678,7 @@ def test_a_frame_that_is_cut_off_is_an_error_of_the_protocol(size: int) -> None:
 @pytest.mark.parametrize("op", [RunQuantum(1, 0), Iterate(1, 1, 0), Abort(-1)])
 def test_numbers_out_of_range_are_errors_of_the_protocol(op: Op) -> None:
     with pytest.raises(ProtocolError):
-        unpack_entries(pack_entries([Entry(1, op)]))
+        unpack_entries(pack_entries([LogEntry(1, op)]))
 
 
 # 10. Worlds
@@ -828,7 +828,7 @@ def test_the_same_calls_give_the_same_entries(seed: int, longest_delay: int) -> 
         assert rank.finished == original.finished
 
 
-def projections(world: World) -> list[list[Entry]]:
+def projections(world: World) -> list[list[LogEntry]]:
     """Return the entries of each rank."""
     return [[entry for entry, ranks in world.log if r in ranks] for r in range(world.scenario.size)]
 
@@ -848,9 +848,9 @@ def test_ranks_with_orders_of_their_own_deadlock() -> None:
     ]
     scenario = Scenario(2, {task.id: TimedStep(task, 1) for task in tasks}, {}, {})
     low_priority, high_priority, rest = (
-        Entry(1, RunQuantum(0, 1)),
-        Entry(2, RunQuantum(1, 2)),
-        Entry(3, RunQuantum(0, 2)),
+        LogEntry(1, RunQuantum(0, 1)),
+        LogEntry(2, RunQuantum(1, 2)),
+        LogEntry(3, RunQuantum(0, 2)),
     )
     replay(scenario, [[low_priority, high_priority, rest]] * 2, 3, Random(0))
     with pytest.raises(Deadlock):
@@ -870,7 +870,8 @@ def test_a_rank_asked_to_run_what_is_not_on_top_is_a_failure() -> None:
         id=1, ranks=(0,), high_priority=True, yield_points=2, sequences=(), owner=OWNER
     )
     scenario = Scenario(1, {0: TimedStep(task, 1), 1: TimedStep(other, 1)}, {}, {})
-    log = [Entry(1, RunQuantum(0, 1)), Entry(2, RunQuantum(1, 1)), Entry(3, RunQuantum(0, 2))]
+    orders = [RunQuantum(0, 1), RunQuantum(1, 1), RunQuantum(0, 2)]
+    log = [LogEntry(seq, order) for seq, order in enumerate(orders, 1)]
     with pytest.raises(AssertionError, match="not on top"):
         replay(scenario, [log], 0, Random(0))
     assert DEEPEST == 3

@@ -51,7 +51,7 @@ def entries_of(tokenizer: Tokenizer, ids: list[int], top: list[int], **options: 
         for index, token in enumerate(ids)
     ]
     entries = [delta.logprob for delta in deltas if delta.logprob is not None]
-    return "".join(delta.text for delta in deltas), entries
+    return "".join(part.text for delta in deltas for part in delta.parts), entries
 
 
 # But for U+FFFD: until more has come, it may be a character that is not complete.

@@ -8,13 +8,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from arbitrary_layout_policy import AnyLayout
-from gang_threads import eventually
-from test_service_real_ranks import ELASTIC, PAIR, Cell, answer, real_cell
+from real_cell import ELASTIC, PAIR, Cell, answer, check_pools, real_cell
 
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.engine.step_run import StepRun
@@ -22,7 +20,6 @@ from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.messages import Sampling
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import PrefixKey, RequestSpec
-from csps.services.scheduling.events.events import index_of
 from csps.services.scheduling.events.limits import ReuseSettings
 
 BLOCK = 16
@@ -58,28 +55,6 @@ async def converse(cell: Cell) -> int:
         reused += sum(handle.cached_tokens for handle in handles)
         text = [*text, *tails[0]]
     return reused
-
-
-def taken(cell: Cell) -> tuple[dict[Any, int], dict[Any, int]]:
-    """Return the taken slots of each instance, by the router's books and in the pools."""
-    books, pools = {}, {}
-    for instance in cell.service._scheduler._gangs.instances.values():
-        gang = instance.gang
-        role = "elastic" if gang.may_prefill and gang.may_decode else None
-        role = role or ("prefill" if gang.may_prefill else "decode")
-        rank = cell.gangs[role].ranks[index_of(instance.id)]
-        books[instance.id], pools[instance.id] = instance.used, rank.engine.pool.slots.used
-    return books, pools
-
-
-def evict_everything(cell: Cell) -> None:
-    """Evict all that is cached, as a request does that needs every slot."""
-    scheduler, execute = cell.service._scheduler, cell.service._driver._execute
-    assert execute is not None
-    scheduler._round.commands = []
-    needed = {at: instance.capacity for at, instance in scheduler._gangs.instances.items()}
-    assert not scheduler._prefix.make_room(needed), "nothing is cached"
-    execute(scheduler._round.commands)
 
 
 class LastChunksFirst:
@@ -137,15 +112,3 @@ async def test_so_they_do_in_any_layout_and_order(
         assert await converse(cell)
         await check_pools(cell)
     assert order.overtaken or roles == ELASTIC
-
-
-async def check_pools(cell: Cell) -> None:
-    """Check that idle pools hold what the router's books say, and nothing after eviction."""
-    await eventually(lambda: not cell.service.counts.running)
-    await eventually(lambda: not (cell.service.counts.prefill_kv or cell.service.counts.decode_kv))
-    await eventually(lambda: taken(cell)[0] == taken(cell)[1])
-    books, _ = taken(cell)
-    assert any(books.values())
-    evict_everything(cell)
-    await cell.settled()
-    assert not any(taken(cell)[0].values())

@@ -16,6 +16,7 @@ from csps.protocols.gang import members
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.members import GangMembers, RankAddress
 from csps.protocols.gang.messages import LinkBroken
+from csps.protocols.rpc.schema import unpack
 from csps.services.cluster import attachment, fencing
 from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines
 from csps.services.cluster.fencing import Generations, MemoryGenerations
@@ -34,6 +35,7 @@ def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
 class Log:
     """A listener that remembers what it was told."""
 
+    cluster: Cluster
     facts: list[str] = field(default_factory=list)
     """Gangs and links that came up and went down, in order."""
     links: list[KvLink] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Log:
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         self.notifications.append((gang.gang_id, rank, method))
+        if method == "link_broken":
+            self.cluster.link_broken(gang, unpack(LinkBroken, payload))
 
 
 @asynccontextmanager
@@ -77,7 +81,7 @@ async def following(
         generations=generations or MemoryGenerations(),
         deadlines=ClusterDeadlines(**{"retry_s": 0.01, **deadlines}),
     )
-    log = Log()
+    log = Log(cluster)
     cluster.listen(log)
     await cluster.start()
     try:
@@ -470,10 +474,10 @@ class Unreachable(MemoryGenerations):
 
     hangs = False
 
-    async def priorities(self) -> dict[int, int]:
+    async def heartbeats(self) -> dict[int, int]:
         if self.hangs:
             await asyncio.Event().wait()
-        return await super().priorities()
+        return await super().heartbeats()
 
 
 async def test_a_broken_link_is_made_again_without_the_store_of_generations() -> None:

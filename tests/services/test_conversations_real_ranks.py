@@ -11,7 +11,7 @@ import pytest
 from arbitrary_layout_policy import AnyLayout
 from gang_threads import eventually
 from rank_kv import headers_sent, positions_of
-from test_service_real_ranks import ELASTIC, PAIR, POLICIES, Cell, answer, real_cell
+from real_cell import ELASTIC, PAIR, POLICIES, Cell, answer, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.configurator.costs.cost_table import Unmeasured

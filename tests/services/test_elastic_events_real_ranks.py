@@ -15,7 +15,7 @@ from arbitrary_layout_policy import AnyLayout
 from gang_driver import ANSWER_S
 from gang_threads import eventually
 from paused_ranks import PausedSteps
-from test_service_real_ranks import ELASTIC, Cell, answer, real_cell, streams
+from real_cell import ELASTIC, Cell, answer, real_cell, streams
 from tiny_checkpoints import reference_tokens
 
 from csps.actors.engine.decode_batch import DecodeBatch as Stream

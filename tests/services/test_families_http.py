@@ -22,8 +22,24 @@ FAMILIES = [
     "qwen3_moe",
     *(
         pytest.param(family, marks=pytest.mark.slow)
-        for family in ("mixtral", "glm4_moe", "glm4", "phi3", "mistral3", "fp8")
+        for family in (
+            *("mixtral", "glm4_moe", "glm4", "phi3", "mistral3", "fp8"),
+            *("mistral", "qwen2", "gemma3_text", "gemma3", "gpt_oss"),
+        )
     ),
+]
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 64},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    "gemma3_text": {"sliding_window": 64},
+    "gemma3": {"sliding_window": 64},
+    "gpt_oss": {"sliding_window": 64},
+}
+"""Shorter than the parts of prompts that instances compute."""
+POLICIES = [
+    ("csps", 2),
+    ("context_parallel", 1),
+    *(pytest.param(policy, 1, marks=pytest.mark.slow) for policy in ("loongserve", "tetris")),
 ]
 
 
@@ -44,7 +60,7 @@ async def ask(server: Served, prompt: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("policy", "tp"), [("csps", 2), ("context_parallel", 1)])
+@pytest.mark.parametrize(("policy", "tp"), POLICIES)
 async def test_answers_are_those_of_transformers(
     tmp_path: Path, family: str, policy: str, tp: int
 ) -> None:
@@ -52,7 +68,7 @@ async def test_answers_are_those_of_transformers(
     if family == "fp8":
         model = fp8_checkpoint(tmp_path, "qwen3", (16, 32))
     else:
-        model = make_checkpoint(tmp_path, family)
+        model = make_checkpoint(tmp_path, family, **WINDOWS.get(family, {}))
     tokenizer = Tokenizer(model)
     prompts = [random_tokens(length, seed=length) for length in LENGTHS]
 
@@ -63,7 +79,13 @@ async def test_answers_are_those_of_transformers(
 
     options = None if policy == "csps" else {}
     async with served(
-        model, policy=policy, options=options, prefill_tp=tp, kv_slots=4096, reuse=True
+        model,
+        policy=policy,
+        options=options,
+        prefill_tp=tp,
+        kv_slots=4096,
+        reuse=True,
+        elastic=policy == "loongserve",
     ) as server:
         answers = await asyncio.gather(*(ask(server, prompt) for prompt in prompts))
         for answer, prompt in zip(answers, prompts, strict=True):

@@ -105,13 +105,13 @@ async def test_a_priority_is_seen_by_all_until_it_is_released(
     memory = MemoryGenerations()
     here, there = (memory if kind == "memory" else counter(kind, tmp_path) for _ in range(2))
     await here.claim()
-    await here.claim_priority(1, 1)
-    await here.claim_priority(12, 5)
-    await here.claim_priority(1, 2)
-    assert await there.priorities() == {1: 2, 12: 5}
-    await there.release_priority(1)
-    await there.release_priority(1)
-    assert await here.priorities() == {12: 5}
+    await here.publish_heartbeat(1, 1)
+    await here.publish_heartbeat(12, 5)
+    await here.publish_heartbeat(1, 2)
+    assert await there.heartbeats() == {1: 2, 12: 5}
+    await there.withdraw_heartbeat(1)
+    await there.withdraw_heartbeat(1)
+    assert await here.heartbeats() == {12: 5}
     assert await there.claim() == 2, "counting has nothing to do with it"
 
 

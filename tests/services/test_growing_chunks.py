@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from gang_driver import ANSWER_S
 from gang_threads import eventually
-from test_service_real_ranks import answer, real_cell
+from real_cell import answer, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.actors.engine.step_run import StepRun

@@ -56,7 +56,7 @@ def test_sampling_parameters_of_a_batch_fit_a_message_many_times(parser: Request
         stop=["\N{GRINNING FACE}" * 1024] * 16,
         seed=-(2**63),
     )
-    sampling = parsed_by(parser, "completion", longest).spec.sampling
+    sampling = parsed_by(parser, "completion", longest).specs[0].sampling
     before = time.thread_time()
     message = msgpack.packb([pack(sampling)] * MAX_BATCH)
     assert time.thread_time() - before < CALLBACK_S
@@ -88,7 +88,7 @@ async def test_an_ignored_field_takes_no_memory(parser: RequestParser, kind: str
         tracemalloc.stop()
     assert kept < 64 * 1024
     assert peak < 64 * 1024
-    assert parsed.spec.prompt.size < 20
+    assert parsed.specs[0].prompt.size < 20
 
 
 def retained_bytes(thing: object, seen: set[int]) -> int:
@@ -158,8 +158,8 @@ async def test_a_prompt_that_is_too_long_takes_little_memory(
         assert peak_bytes(pool.pids) - before < 2**27
     finally:
         await pool.close()
-    assert parsed.more_tokens
-    assert not parsed.prompt
+    assert parsed.prompts[0].more_tokens
+    assert not parsed.prompts[0].ids
     with pytest.raises(ContextLengthExceeded, match=r"at least \d+ in the prompt") as refused:
         parser.finish(parsed, RequestMetadata(client_request_id="x"))
-    assert refused.value.prompt_tokens == parsed.prompt_tokens > parser.max_positions
+    assert refused.value.prompt_tokens == parsed.prompts[0].tokens > parser.max_positions

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
 from csps.protocols.gang.members import GangRole, RankAddress
-from csps.services.cluster.membership import LIVENESS_TIMEOUT_S, Member, Membership
+from csps.services.cluster.membership import (
+    LIVENESS_TIMEOUT_S,
+    ClusterView,
+    Member,
+    Membership,
+)
 
 ORDER = {"a": 1, "b": 2, "c": 3}
 """Incarnations of the gangs."""
@@ -30,7 +36,7 @@ def join(membership: Membership, gang_id: str, now: float = 0.0) -> list[bool]:
 
 
 def serving(membership: Membership) -> str | None:
-    gang = membership.view.prefill
+    gang = membership.view().prefill
     return None if gang is None else gang.gang_id
 
 
@@ -39,10 +45,10 @@ def test_a_gang_serves_once_it_is_complete(order: tuple[int, ...]) -> None:
     membership = Membership()
     changes = [membership.join(member("a", rank), 0.0) for rank in order]
     assert changes == [False, False, True]
-    assert membership.view.prefill is not None
-    assert [address.rank for address in membership.view.prefill.ranks] == [0, 1, 2]
-    assert membership.view.prefill.incarnation == 1
-    assert membership.view.decode is None
+    assert membership.view().prefill is not None
+    assert [address.rank for address in membership.view().prefill.ranks] == [0, 1, 2]
+    assert membership.view().prefill.incarnation == 1
+    assert membership.view().decode is None
 
 
 def test_gangs_of_all_roles_serve_beside_each_other() -> None:
@@ -50,7 +56,7 @@ def test_gangs_of_all_roles_serve_beside_each_other() -> None:
     membership = Membership()
     for gang, role in (("a", "prefill"), ("b", "decode"), ("c", "elastic")):
         assert membership.join(member(gang, 0, role=role, size=1), 0.0)  # type: ignore[arg-type]
-    view = membership.view
+    view = membership.view()
     assert [gang.gang_id for gang in (view.prefill, view.decode, view.elastic) if gang] == [
         "a",
         "b",
@@ -84,8 +90,8 @@ def test_roles_are_independent() -> None:
     membership = Membership()
     membership.join(member("a", 0, size=1), 0.0)
     membership.join(member("b", 0, role="decode", size=1), 0.0)
-    assert membership.view.prefill is not None
-    assert membership.view.decode is not None
+    assert membership.view().prefill is not None
+    assert membership.view().decode is not None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,3 +121,29 @@ def test_the_last_gang_serves_however_silent() -> None:
     join(membership, "a")
     membership.join(member("b", 0), now=1000.0)
     assert serving(membership) == "a"
+
+
+def of_rollout(gang_id: str, rollout: int, rank: int = 0) -> Member:
+    return replace(member(gang_id, rank, size=1), rollout=rollout)
+
+
+def test_a_gang_serves_in_its_own_rollout_only() -> None:
+    membership = Membership()
+    assert membership.join(of_rollout("a", 1), 0.0)
+    assert membership.join(of_rollout("b", 2), 0.0)
+    assert not membership.join(of_rollout("a", 1), 0.0), "it is the newest one of its rollout"
+    views = [membership.view(rollout).prefill for rollout in (1, 2)]
+    assert [gang.gang_id for gang in views if gang] == ["a", "b"]
+    assert membership.view() == membership.view(2), "the newest one counts for others"
+    assert membership.view(3) == ClusterView()
+    assert [membership.outdated(rollout, 0.0) for rollout in (1, 2, 3)] == [(), ("a",), ("a", "b")]
+
+
+def test_a_rollout_without_living_gangs_is_forgotten() -> None:
+    membership = Membership()
+    membership.join(of_rollout("a", 1), 0.0)
+    later = LIVENESS_TIMEOUT_S + 1.0
+    membership.join(of_rollout("b", 2), later)
+    assert membership.view(1) == ClusterView()
+    assert membership.outdated(2, later) == ()
+    assert membership.join(of_rollout("a", 1), later), "its registrations were only late"

@@ -14,7 +14,8 @@ from csps.models.checkpoints.loading import load_network
 from csps.protocols.core.errors import ConfigError
 from csps.services.launch import preflight
 from csps.services.launch.deploy_config import read_config
-from csps.services.launch.preflight import GIB, MemoryNeed, memory_need
+from csps.services.planning.machine import GIB
+from csps.services.planning.memory import MemoryNeed, memory_need
 from csps.services.settings.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +92,7 @@ def test_the_default_server_fits_into_4_gib(tmp_path: Path) -> None:
     """Measured: 2.8 GiB with a prompt that fills the prefill slots."""
     need = memory_need(read_config(ROOT / "config.yaml").settings)
     assert 2.8 * GIB < need.total < 3.6 * GIB
-    preflight.check_memory(need, meminfo=meminfo(tmp_path, gib=4))
+    preflight.check_memory(need, root=meminfo(tmp_path, gib=4))
 
 
 def test_an_8b_model_in_fp32_does_not_fit_into_24_gib(tmp_path: Path) -> None:
@@ -99,18 +100,18 @@ def test_an_8b_model_in_fp32_does_not_fit_into_24_gib(tmp_path: Path) -> None:
     need = MemoryNeed(ranks=4, weights=4 * 8_030_261_248 * 4)
     expected = r"^24\.0 GiB of memory are available, but 121\.4 GiB are needed \(.*weights 119\.7"
     with pytest.raises(ConfigError, match=expected):
-        preflight.check_memory(need, meminfo=meminfo(tmp_path, gib=24))
+        preflight.check_memory(need, root=meminfo(tmp_path, gib=24))
 
 
 def test_a_server_too_large_for_the_machine_is_refused_before_anything_is_stopped(
     tmp_path: Path,
 ) -> None:
     preflight.check_memory_at_all(
-        MemoryNeed(ranks=4, weights=60 * GIB), meminfo=meminfo(tmp_path, gib=1)
+        MemoryNeed(ranks=4, weights=60 * GIB), root=meminfo(tmp_path, gib=1)
     )
     with pytest.raises(ConfigError, match=r"^this machine has 64\.0 GiB of memory, but 101\."):
         preflight.check_memory_at_all(
-            MemoryNeed(ranks=4, weights=100 * GIB), meminfo=meminfo(tmp_path, gib=1)
+            MemoryNeed(ranks=4, weights=100 * GIB), root=meminfo(tmp_path, gib=1)
         )
 
 
@@ -126,10 +127,11 @@ def test_what_lies_on_gpus_is_not_counted(tiny_llama: Path) -> None:
 
 
 def test_a_machine_with_unknown_memory_is_not_refused(tmp_path: Path) -> None:
-    preflight.check_memory(MemoryNeed(ranks=4, weights=2**60), meminfo=tmp_path / "not there")
+    preflight.check_memory(MemoryNeed(ranks=4, weights=2**60), root=tmp_path / "not there")
 
 
 def meminfo(folder: Path, *, gib: int) -> Path:
-    path = folder / "meminfo"
+    path = folder / "proc" / "meminfo"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable: {gib * 2**20} kB\n")
-    return path
+    return folder

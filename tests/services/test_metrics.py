@@ -19,8 +19,7 @@ from csps.protocols.core.errors import (
 )
 from csps.protocols.core.topology import Location
 from csps.protocols.gang.messages import PrefillDone, RankKvReceived, Sampling
-from csps.services.requests.elastic_event import ElasticEvent
-from csps.services.requests.request_handle import RequestHandle
+from csps.services.requests.request_handle import ElasticEvent, RequestHandle
 from csps.services.requests.request_spec import RequestSpec, SloBounds
 from csps.services.scheduling.core.scheduler import SchedulerCounts
 from csps.services.telemetry.metrics import Metrics

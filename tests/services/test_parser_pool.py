@@ -112,7 +112,7 @@ async def check_parses(pool: ParserPool) -> None:
     """A process that takes the next body is there for each place in the pool."""
     async with asyncio.timeout(DEADLINE_S):
         bodies = (pool.parse("completion", completion(**PADDING), b"") for _ in range(PROCESSES))
-        assert all(body.prompt_tokens for body in await asyncio.gather(*bodies))
+        assert all(body.prompts[0].tokens for body in await asyncio.gather(*bodies))
 
 
 async def until_gone(pids: list[int]) -> None:
@@ -142,7 +142,7 @@ async def test_a_body_whose_client_has_gone_ends_with_its_process(
             task.cancel()
         await until_gone(pids)
         async with asyncio.timeout(DEADLINE_S):
-            assert (await waiting).prompt_tokens, "who waits in line gets a new process"
+            assert (await waiting).prompts[0].tokens, "who waits in line gets a new process"
     await check_parses(pool)
 
 
@@ -238,8 +238,8 @@ async def test_large_bodies_do_not_hold_the_router_up(pool: ParserPool, kind: st
             parsed = await pool.parse(endpoint, body, b"")
         except InvalidRequest:
             return
-    assert parsed.prompt_tokens > 10**6
-    assert not parsed.prompt, "ids that fit no model were sent to the router"
+    assert parsed.prompts[0].tokens > 10**6
+    assert not parsed.prompts[0].ids, "ids that fit no model were sent to the router"
 
 
 async def test_the_watchdog_notices_such_a_body_on_a_thread(parser: BodyParser) -> None:

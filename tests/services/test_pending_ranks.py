@@ -15,10 +15,11 @@ from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.live_sequences import PendingRanks
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps
+from csps.services.router.scheduler_driver import AttachedGangs
 from csps.services.scheduling.events.events import AnyEvent, Retained, instance_id
 from csps.services.telemetry.observer import NullObserver
 
-GANG = 3
+GANG = 1
 SEQUENCE = 7
 
 
@@ -67,7 +68,7 @@ def test_an_instance_answers_each_message_with_the_last_of_its_ranks(
 ) -> None:
     """Ranks answer Retain and Evict in order, each at its own pace, and after they were sent."""
     gang, events = gang_of(instances, tp), list[AnyEvent]()
-    reader = notifications(events)
+    reader = notifications(gang, events)
     sent, answers = 0, Counter[int]()
     while sent < messages or min(answers[rank] for rank in range(instances * tp)) < sent:
         behind = [rank for rank in range(instances * tp) if answers[rank] < sent]
@@ -91,16 +92,30 @@ def test_an_instance_answers_each_message_with_the_last_of_its_ranks(
     assert not [event for event in events[count:] if isinstance(event, Retained)], "not expected"
 
 
-def notifications(events: list[AnyEvent]) -> RankNotifications:
+def notifications(gang: GangClient, events: list[AnyEvent]) -> RankNotifications:
+    gangs = AttachedGangs()
+    assert gangs.add(gang) == GANG
     requests = LiveRequests(NullObserver(), events.append, lambda handle: None, KeyLimiter())
     no_steps = cast(RunningSteps, None)
-    return RankNotifications(requests, no_steps, events.append, on_received=lambda _: None)
+    return RankNotifications(
+        gangs,
+        requests,
+        no_steps,
+        events.append,
+        on_received=lambda _: None,
+        on_link_broken=lambda _gang, _message: None,
+        on_bug=fail,
+    )
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def answer(reader: RankNotifications, gang: GangClient, rank: int, tokens: int) -> None:
     """Answer as a rank does: one that retains nothing has freed the sequence."""
     if tokens:
         message: Any = KvRetained(sequence_id=SEQUENCE, rank=rank, tokens=tokens)
-        reader.read(GANG, gang, rank, "retained", pack(message))
+        reader.read(gang, rank, "retained", pack(message))
     else:
-        reader.read(GANG, gang, rank, "freed", pack(SlotsFreed(sequence_id=SEQUENCE, rank=rank)))
+        reader.read(gang, rank, "freed", pack(SlotsFreed(sequence_id=SEQUENCE, rank=rank)))

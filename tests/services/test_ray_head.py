@@ -27,7 +27,7 @@ child = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
 subprocess.Popen([sys.executable, "-c", child])
 sys.stdin.read()
 """
-"""Starts one more process in its session and waits, as `ray start --block` does. That one says
+"""Starts one more process in its session and waits, as Ray's leader does. That one says
 itself who it is: when it is only just started, the kernel does not know its environment yet."""
 
 
@@ -36,7 +36,7 @@ class Tree:
 
     def __init__(self, token_file: Path) -> None:
         self.leader = subprocess.Popen(
-            [sys.executable, "-c", _LEADER, "--block"],
+            [sys.executable, "-c", _LEADER, ray_head.LEADER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "RAY_AUTH_TOKEN_PATH": str(token_file)},

@@ -14,7 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from csps.protocols.core.errors import FaultError
 from csps.services.cluster import registry as module
-from csps.services.cluster.registry import Register, Registration, wait_for_store
+from csps.services.cluster.registry import Register, Registration, RegistryDirectory
 
 DEADLINE_S = 60.0
 
@@ -111,17 +111,19 @@ async def test_the_ranks_of_a_gang_meet_although_the_registry_is_replaced(
     """Rank 0 waits for the others in its store meanwhile."""
     monkeypatch.setattr(module, "POLL_S", 0.01)
     handle = Handle()
-    async with registering(partial(handle.publish_store.remote, "g", "10.0.0.1", 1234)):
+    async with registering(
+        partial(handle.publish_store.remote, "g", "10.0.0.1", 1234, 0, "decode")
+    ):
         async with asyncio.timeout(DEADLINE_S):
             while not handle.registry._stores:  # noqa: ASYNC110 (no event tells of it)
                 await asyncio.sleep(0)
             handle.registry = module.Registry()
-            assert await wait_for_store(handle, "g") == ("10.0.0.1", 1234)  # type: ignore[arg-type]
+            assert await RegistryDirectory(handle, 0).wait_for_store("g") == ("10.0.0.1", 1234)  # type: ignore[arg-type]
 
 
 async def test_stores_of_gangs_that_never_formed_are_forgotten() -> None:
     registry = module.Registry()
     for number in range(100):
-        await registry.publish_store(f"gang {number}", "10.0.0.1", 1234)
+        await registry.publish_store(f"gang {number}", "10.0.0.1", 1234, 0, "decode")
     assert len(registry._stores) == module.MAX_STORES
     assert await registry.store_address("gang 99") == ("10.0.0.1", 1234)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -52,9 +53,36 @@ async def test_another_registry_has_other_versions() -> None:
 async def test_a_rank_learns_the_address_of_its_gangs_store() -> None:
     registry = Registry()
     waiting = asyncio.ensure_future(registry.store_address("a"))
-    await registry.publish_store("b", "127.0.0.1", 1)
-    await registry.publish_store("a", "127.0.0.1", 2)
+    await registry.publish_store("b", "127.0.0.1", 1, 0, "decode")
+    await registry.publish_store("a", "127.0.0.1", 2, 0, "decode")
     assert await waiting == ("127.0.0.1", 2)
+
+
+async def test_a_census_knows_gangs_from_the_first_sign_of_their_start() -> None:
+    registry = Registry()
+    assert (await registry.census(7)).begun == frozenset()
+    await registry.publish_store("a", "127.0.0.1", 2, 7, "decode")
+    await registry.publish_store("b", "127.0.0.1", 2, 6, "prefill")
+    await registry.begin("c", 7, "elastic")
+    await registry.begin("a", 7, "elastic")
+    assert (await registry.census(7)).begun == {"decode", "elastic"}
+    await registry.publish_store("c", "127.0.0.1", 3, 5, "elastic")
+    assert await registry.store_address("c") == ("127.0.0.1", 3)
+    assert (await registry.census(7)).begun == {"decode"}
+    for rank in (0, 1):
+        await registry.join(replace(member(rank), rollout=7))
+    assert (await registry.census(7)).begun == {"decode"}
+    assert (await registry.census(8)).outdated == ("a",)
+    assert (await registry.census(7)).outdated == ()
+
+
+async def test_a_registry_settles_once_all_ranks_have_had_time_to_register(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = Registry()
+    assert not (await registry.census(1)).settled
+    monkeypatch.setattr(module, "SETTLE_S", 0.0)
+    assert (await registry.census(1)).settled
 
 
 async def test_replacing_a_gang_ends_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,4 +111,4 @@ async def test_a_poll_of_a_registry_that_is_gone_has_a_deadline(
     for name in ("POLL_S", "ANSWER_S"):
         monkeypatch.setattr(module, name, 0.01)
     with pytest.raises(DeadlineExceeded, match="a poll of the registry"):
-        await RegistryDirectory(Handle()).wait_change(-1)  # type: ignore[arg-type]
+        await RegistryDirectory(Handle(), 0).wait_change(-1)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fake_gangs import QUICK, FakeCell, FakeGang, fake_cell, loop_iterations, request_spec, until
@@ -191,7 +192,9 @@ async def test_a_wrong_number_of_received_tokens_is_an_error() -> None:
         for rank in cell.decode.ranks:
             first = rank.reserved[sequence_id].slices[0]
             shorter = first.cut(Span(first.start, first.stop - 1))
-            rank.reserved[sequence_id] = replace(rank.reserved[sequence_id], slices=(shorter,))
+            rank.reserved[sequence_id] = msgspec.structs.replace(
+                rank.reserved[sequence_id], slices=(shorter,)
+            )
         cell.decode.receive_kv(sequence_id)
         with pytest.raises(Exception, match="KV of 99 tokens, expected 100"):
             await read(handle)

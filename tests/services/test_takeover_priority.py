@@ -38,7 +38,7 @@ async def test_a_dead_routers_priority_ends_with_its_heartbeat() -> None:
         with pytest.raises(RanksHeld):
             await newer.check(2, now=now)
     await newer.check(2, now=10.1 + LIVENESS_TIMEOUT_S)
-    assert not await shared.priorities(), "no later router waits for it again"
+    assert not await shared.heartbeats(), "no later router waits for it again"
     await TakeoverPriority(shared).check(3, now=0.0)
 
 
@@ -60,7 +60,7 @@ async def test_the_priority_of_a_newer_router_is_left_alone() -> None:
     older = TakeoverPriority(shared)
     for now in (0.0, 0.1 + LIVENESS_TIMEOUT_S):
         await older.check(2, now=now)
-    assert list(await shared.priorities()) == [5]
+    assert list(await shared.heartbeats()) == [5]
 
 
 async def test_a_new_generation_releases_the_old_ones_priority() -> None:
@@ -68,7 +68,7 @@ async def test_a_new_generation_releases_the_old_ones_priority() -> None:
     router = TakeoverPriority(shared)
     await router.renew(1)
     await router.renew(3)
-    assert list(await shared.priorities()) == [3]
+    assert list(await shared.heartbeats()) == [3]
     await router.renew(0)
     await router.renew(0)
-    assert not await shared.priorities()
+    assert not await shared.heartbeats()

@@ -4,7 +4,11 @@
 
 The checkout's server is started with its own `config.yaml`, every process under coverage.py. A
 *file of the path* is a product file of which a line runs while the prompt is served and not while
-the server is idle. A *shape* is a product class that such a line makes; errors are not counted.
+the server is idle. A *shape* is a record that is made for the prompt: a class that declares fields,
+of which such a line makes an object (errors are not counted), and each bare tuple of several fields
+or dict of named ones that a function of such a line takes or returns. Machinery is no shape: what
+has methods and no declared fields is one of the files' ideas, not a form in which the request is
+written down.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 from coverage import CoverageData
@@ -69,10 +73,16 @@ def main() -> None:
         for file, phases in sorted(lines.items())
         if (only := phases["request"] - phases["idle"])
     }
-    shapes = sorted(set(made(root, path)))
-    print(f"{root}: {len(path)} files, {len(shapes)} shapes")
+    records, bare = shapes_of(root, path)
+    print(f"{root}: {len(path)} files, {len(records)} records, {len(bare)} bare tuples and dicts")
     if given.list:
-        print(*path, "", *shapes, sep="\n")
+        named = [f"{file}: {_few(lines)}" for file, lines in path.items()]
+        print(*named, "", *records, "", *bare, sep="\n")
+
+
+def _few(lines: Set[int]) -> str:
+    few = ", ".join(map(str, sorted(lines)))
+    return f"{len(lines)} lines" if len(lines) > 9 else f"lines {few}"
 
 
 def ran(root: Path, folder: Path) -> Mapping[str, Mapping[str, set[int]]]:
@@ -139,35 +149,96 @@ def ask() -> None:
     assert b"[DONE]" in answer, answer[-500:]
 
 
-def made(root: Path, path: Mapping[str, set[int]]) -> Iterator[str]:
-    """Yield the product classes that these lines of the files make."""
+def shapes_of(root: Path, path: Mapping[str, set[int]]) -> tuple[list[str], list[str]]:
+    """Return the records that these lines make, and the bare tuples and dicts that cross the
+    functions to which the lines belong."""
     trees = {
-        file: ast.parse(file.read_text())
+        str(file.relative_to(root)): ast.parse(file.read_text())
         for folder in FOLDERS
         for file in (root / folder).rglob("*.py")
+        if not file.is_symlink()
     }
-    classes = {
-        node.name
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and not node.name.endswith(("Error", "Exceeded", "Lost"))
-    }
+    records, bare = record_names(trees.values()), bare_names(trees.values())
+    made: set[str] = set()
+    crossing: set[str] = set()
     for file, lines in path.items():
-        tree = ast.parse((root / file).read_text())
-        owners = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or node.lineno not in lines:
-                continue
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if name == "cls":
-                inside = [
-                    owner.name
-                    for owner in owners
-                    if owner.lineno <= node.lineno <= (owner.end_lineno or 0)
-                ]
-                name = inside[-1] if inside else ""
-            if name in classes:
-                yield name
+        made.update(name for name in called_names(trees[file], lines) if name in records)
+        crossing.update(crossing_functions(trees[file], lines, bare))
+    return sorted(made), sorted(crossing)
+
+
+def record_names(trees: Iterable[ast.Module]) -> set[str]:
+    """Return the classes that declare fields, or inherit them, and are no errors."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    records: set[str] = set()
+    bases = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
+    grown = -1
+    while grown != len(records):
+        grown = len(records)
+        for node in classes:
+            decorators = {name_of(decorator) for decorator in node.decorator_list}
+            inherited = {name_of(base) for base in node.bases}
+            if "dataclass" in decorators or inherited & (bases | records):
+                records.add(node.name)
+    return {name for name in records if not name.endswith(("Error", "Exceeded", "Lost"))}
+
+
+def bare_names(trees: Iterable[ast.Module]) -> set[str]:
+    """Return the module-level aliases of bare records."""
+    return {
+        node.targets[0].id
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        if is_bare(node.value, set())
+    }
+
+
+def is_bare(annotation: ast.expr | None, aliases: Set[str]) -> bool:
+    """Return whether an annotation is a tuple of several fields, or a dict with named ones."""
+    if isinstance(annotation, ast.Name):
+        return annotation.id in aliases
+    if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
+        return False
+    kind, parts = name_of(annotation.value), list(map(ast.unparse, annotation.slice.elts))
+    if kind == "tuple":
+        return "..." not in parts
+    return kind in ("dict", "Mapping") and parts[0] == "str" and parts[1] in ("Any", "object")
+
+
+def crossing_functions(tree: ast.Module, lines: Set[int], aliases: Set[str]) -> Iterator[str]:
+    """Yield the bare records that functions with one of the lines take or return."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            for annotation in [node.returns, *(argument.annotation for argument in given)]:
+                if is_bare(annotation, aliases) and not lines.isdisjoint(body):
+                    yield ast.unparse(annotation)  # type: ignore[arg-type]
+
+
+def called_names(tree: ast.Module, lines: Set[int]) -> Iterator[str]:
+    """Yield the names that are called on these lines; `cls` by the name of its class."""
+    owners = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or node.lineno not in lines:
+            continue
+        name = name_of(node)
+        if name == "cls":
+            around = [
+                owner.name
+                for owner in owners
+                if owner.lineno <= node.lineno <= (owner.end_lineno or 0)
+            ]
+            name = around[-1] if around else ""
+        yield name
+
+
+def name_of(node: ast.expr) -> str:
+    """Return the last name of an expression, of what it calls or of what it indexes."""
+    while isinstance(node, ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return getattr(node, "id", getattr(node, "attr", ""))
 
 
 if __name__ == "__main__":

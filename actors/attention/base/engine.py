@@ -14,6 +14,7 @@ from csps.kernels.attention import attention, decode_attention
 from csps.kernels.merge import merge_into
 from csps.models.network.network import Network
 from csps.models.network.spec import ModelSpec, kv_head_range, query_head_range
+from csps.models.tokenizers.grammar import Grammars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Engine:
     mesh: Mesh
     layout: GangLayout
     device: torch.device
+    grammars: Grammars | None = None
+    """Makes the states of grammars; None on ranks that sample nothing."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -55,6 +58,14 @@ class Engine:
     def kv_heads(self) -> range:
         """KV heads of this rank, numbered over the whole model."""
         return kv_head_range(self.spec, self.tp_rank, self.layout.tp)
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """Return the logits of the attention sinks of this rank's query heads, if they have any."""
+        sinks_h = self.network.layers[layer].weights.sinks
+        if sinks_h is None:
+            return None
+        heads = query_head_range(self.spec, self.tp_rank, self.layout.tp)
+        return sinks_h[heads.start : heads.stop]
 
     def attend_rows(
         self, layer: int, q_rhd: Tensor, resident: ResidentRows

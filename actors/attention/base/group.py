@@ -128,12 +128,18 @@ class SpGroup:
             if part.chunk is chunk and part.span.intersection(last).length
         )
 
-    def holders_of(self, chunk: PrefillChunk) -> list[int]:
-        """Return the members that hold KV of a chunk: computed in this step, or history."""
+    def holders_of(self, chunk: PrefillChunk, seen: Span) -> list[int]:
+        """Return the members that hold KV of some positions: computed in this step, or history."""
         return [
             member
             for member, parts in enumerate(self.parts)
-            if self.history_of(chunk, member) or any(part.chunk is chunk for part in parts)
+            if any(
+                span.intersection(seen).length
+                for span in (
+                    *self.history_of(chunk, member),
+                    *(part.span for part in parts if part.chunk is chunk),
+                )
+            )
         ]
 
     def history_of(self, chunk: PrefillChunk, member: int) -> tuple[Span, ...]:

@@ -14,15 +14,21 @@ Shape suffixes: n query rows, s tokens of history, h query heads, g KV heads, d 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
 
-from csps.actors.attention.base.group import HeadSplit, SpGroup, uniform_heads
+from csps.actors.attention.base.group import (
+    HeadSplit,
+    SpGroup,
+    span_positions,
+    spans_on,
+    uniform_heads,
+)
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.transfers import Label, Transfers
@@ -30,15 +36,35 @@ from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.kv_cache.sequence_slots import SlotSet
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into
+from csps.protocols.core.placement import Span
 from csps.protocols.gang.step_messages import PrefillChunk
 
 
 class ResidentHistory:
-    """History of a step's chunks in this member's pool; slots are looked up once for all layers."""
+    """History of a step's chunks in this member's pool; slots are looked up once for all layers.
 
-    def __init__(self, group: SpGroup, pool: KvPool) -> None:
-        self._group, self._pool = group, pool
+    Args:
+        window: positions that layers with a window see.
+    """
+
+    def __init__(self, group: SpGroup, pool: KvPool, *, window: int | None = None) -> None:
+        self._group, self._pool, self._window = group, pool, window
         self._slots: dict[int, slice | Tensor] = {}
+
+    def near_spans(self, chunk: PrefillChunk, instance: int) -> list[Span]:
+        """Return the history on an instance that any row of a chunk sees in a layer with a
+        window."""
+        assert self._window is not None, "no layer has a window"
+        near = Span(max(0, chunk.start - self._window + 1), chunk.start)
+        spans = (span.intersection(near) for span in spans_on(chunk.history, instance))
+        return [span for span in spans if span.length]
+
+    def near_keys(self, layer: int, chunk: PrefillChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """Return k and v of the resident part of `near_spans`, and its positions."""
+        spans = self.near_spans(chunk, self._group.step.group[self._group.member])
+        found = [self._pool.read(layer, chunk.sequence_id, span) for span in spans]
+        k_sgd, v_sgd = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return k_sgd, v_sgd, span_positions(spans).to(k_sgd.device)
 
     def keys(self, layer: int, chunk: PrefillChunk) -> tuple[Tensor, Tensor]:
         """Return k and v of the resident history of a chunk, (s, g, d), in any order."""
@@ -134,6 +160,8 @@ class _Question:
     rows: range
     """Rows of the asker's queries."""
     heads: range
+    positions: range | None = None
+    """Positions of the rows, in a layer with a window."""
 
 
 class History:
@@ -145,6 +173,8 @@ class History:
         begin: function that begins an exchange of the strategy.
         asks: function that returns True for chunks whose history is asked for; a strategy may
             move the history of other chunks by itself.
+        window: positions that layers with a window see. Their rows are those of whole chunks.
+        windowed: these layers.
     """
 
     def __init__(
@@ -157,9 +187,12 @@ class History:
         scale: float,
         begin: Begin,
         asks: Callable[[PrefillChunk], bool] = lambda chunk: True,
+        window: int | None = None,
+        windowed: Set[int] = frozenset(),
     ) -> None:
         self.group, self.pool = group, pool
-        self.resident = ResidentHistory(group, pool)
+        self.window, self._windowed = window, windowed
+        self.resident = ResidentHistory(group, pool, window=window)
         self.group_heads, self.scale = group_heads, scale
         self.begin = begin
         self.own = next(member for member in members if member.rank == group.mesh.rank)
@@ -168,10 +201,20 @@ class History:
         self.any = any(chunk.history and asks(chunk) for chunk in group.step.chunks)
         """True if history is asked for. Every layer then has a phase for it, even if the chunk is
         cancelled later."""
-        self.asked_of = self._routes((self.own, holder) for holder in members)
-        """Questions of this member to each holder."""
-        self.asked_by = self._routes((asker, self.own) for asker in members)
-        """Questions of each asker to this member."""
+        as_asker = [(self.own, holder) for holder in members]
+        as_holder = [(asker, self.own) for asker in members]
+        self._asked_of, self._asked_by = self._routes(as_asker), self._routes(as_holder)
+        if windowed:
+            self._near_of = self._routes(as_asker, near=True)
+            self._near_by = self._routes(as_holder, near=True)
+
+    def asked_of(self, layer: int) -> dict[int, tuple[_Question, ...]]:
+        """Return the questions of this member to each holder."""
+        return self._active(self._near_of if layer in self._windowed else self._asked_of)
+
+    def asked_by(self, layer: int) -> dict[int, tuple[_Question, ...]]:
+        """Return the questions of each asker to this member."""
+        return self._active(self._near_by if layer in self._windowed else self._asked_by)
 
     def ask(self, layer: int, q_nhd: Tensor) -> HistoryQueries:
         """Send queries of own rows and heads to the holders.
@@ -183,7 +226,7 @@ class History:
         """
         return HistoryQueries(self, layer, q_nhd)
 
-    def active_questions(
+    def _active(
         self, questions: Mapping[int, Sequence[_Question]]
     ) -> dict[int, tuple[_Question, ...]]:
         """Return the questions without those of cancelled chunks."""
@@ -197,15 +240,34 @@ class History:
         }
         return {rank: asked for rank, asked in active.items() if asked}
 
+    def _near_question(self, question: _Question, instance: int) -> _Question:
+        """Return a question of a layer with a window: without the rows that see nothing there."""
+        chunk = self.group.step.chunks[question.chunk]
+        spans = self.resident.near_spans(chunk, instance)
+        assert self.window is not None, "no layer has a window"
+        assert len(question.rows) == chunk.length, "an asker without all rows of the chunk"
+        last = max((span.stop - 1 for span in spans), default=-1)
+        count = min(chunk.length, max(0, last + self.window - chunk.start))
+        rows = question.rows[: count if spans else 0]
+        positions = range(chunk.start, chunk.start + len(rows))
+        return replace(question, rows=rows, positions=positions)
+
     def _routes(
-        self, pairs: Iterator[tuple[HistoryMember, HistoryMember]]
+        self, pairs: Sequence[tuple[HistoryMember, HistoryMember]], *, near: bool = False
     ) -> dict[int, tuple[_Question, ...]]:
-        """Return the questions of each (asker, holder), by the rank that is not this member."""
+        """Return the questions of each (asker, holder), by the rank that is not this member.
+
+        Args:
+            near: in layers with a window.
+        """
         # This member's questions to itself have its own rank as key.
         routes: dict[int, tuple[_Question, ...]] = {}
         for asker, holder in pairs:
             other = holder if asker is self.own else asker
-            routes[other.rank] = tuple(self._questions(asker, holder))
+            asked = self._questions(asker, holder)
+            if near:
+                asked = (self._near_question(question, holder.instance) for question in asked)
+            routes[other.rank] = tuple(question for question in asked if question.rows)
         return routes
 
     def _questions(self, asker: HistoryMember, holder: HistoryMember) -> Iterator[_Question]:
@@ -245,9 +307,8 @@ class HistoryQueries:
 
     def __init__(self, history: History, layer: int, q_nhd: Tensor) -> None:
         self._history, self._layer, self._q_nhd = history, layer, q_nhd
-        self._asked_of = history.active_questions(history.asked_of)
-        self._asked_by = history.active_questions(history.asked_by)
-        self._keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self._asked_of, self._asked_by = history.asked_of(layer), history.asked_by(layer)
+        self._keys: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._answers: dict[int, Tensor] = {}
         self._foreign = {
             rank: q_nhd.new_empty(sum(prod(self._shape(question)) for question in asked))
@@ -312,9 +373,8 @@ class HistoryQueries:
     def _attend(self, question: _Question, q_nhd: Tensor, out_nhd: Tensor, lse_hn: Tensor) -> None:
         group, history = self._history.group, self._history
         if question.chunk not in self._keys:
-            chunk = group.step.chunks[question.chunk]
-            self._keys[question.chunk] = history.resident.keys(self._layer, chunk)
-        k_sgd, v_sgd = self._keys[question.chunk]
+            self._keys[question.chunk] = self._resident_keys(question)
+        k_sgd, v_sgd, k_positions = self._keys[question.chunk]
         for rows in query_blocks(q_nhd, len(k_sgd)):
             with group.clock.timeline.phase("attention", layer=self._layer):
                 for queries, keys in uniform_heads(question.heads, history.group_heads):
@@ -326,11 +386,21 @@ class HistoryQueries:
                         q_nhd[rows, heads],
                         k_sgd[:, resident],
                         v_sgd[:, resident],
-                        q_positions=None,
-                        k_positions=None,
+                        q_positions=question.positions and question.positions[rows],
+                        k_positions=k_positions,
                         scale=history.scale,
+                        window=None if question.positions is None else history.window,
                     )
             group.points.point()
+
+    def _resident_keys(self, question: _Question) -> tuple[Tensor, Tensor, Tensor | None]:
+        chunk, resident = (
+            self._history.group.step.chunks[question.chunk],
+            self._history.resident,
+        )
+        if question.positions is not None:
+            return resident.near_keys(self._layer, chunk)
+        return *resident.keys(self._layer, chunk), None
 
     # --- messages ----------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from csps.actors.comm.layout import local_chunks
 from csps.protocols.attention.csa import CsaPlan, kept_tokens
@@ -149,6 +150,8 @@ class DropSchedule:
     """KV heads of this rank, numbered over the whole model."""
     total_kv_heads: int
     """KV heads of the model."""
+    windowed: frozenset[int] = frozenset()
+    """Layers with a sliding window. They see nothing far, so they drop nothing."""
 
     def __post_init__(self) -> None:
         self.plan.check_kv_heads(self.total_kv_heads)
@@ -156,8 +159,8 @@ class DropSchedule:
     def head_ratios(self, layer: int) -> tuple[tuple[float, ...], ...]:
         """Return the ratios of each local KV head at levels 1 .. N_v."""
         levels = range(1, self.plan.levels + 1)
-        # The first layer has no layer before it that could score importance, and tokens that
-        # matter in the last layer differ from those in earlier layers (CSPS §3.2.4).
+        # The first layer that sees all tokens has none before it that could score importance, and
+        # tokens that matter in the last layer differ from those in earlier layers (CSPS §3.2.4).
         if self._is_exact(layer):
             return tuple((0.0,) * len(levels) for _ in self.kv_heads)
         group = self.plan.layer_group(layer)
@@ -183,8 +186,14 @@ class DropSchedule:
         group = self.plan.layer_group(layer)
         return tuple(group.micro(level) for level in range(1, self.plan.levels + 1))
 
+    def after(self, layer: int) -> int:
+        """Return the next layer that sees all tokens, for which this one scores their
+        importance."""
+        return next(number for number in count(layer + 1) if number not in self.windowed)
+
     def _is_exact(self, layer: int) -> bool:
-        return layer in (0, self.layers - 1)
+        first, last = self.after(-1), self.layers - 1
+        return layer in self.windowed or layer == first or layer >= last
 
 
 def always_kept(plan: CsaPlan, chunk: PrefillChunk, part: LevelPart) -> tuple[range, range]:

@@ -40,6 +40,16 @@ class StoreKv(Protocol):
         ...
 
 
+Sinks = Callable[[int], Tensor | None]
+"""Function (layer) that returns the logits of the attention sinks of own query heads, (h,); None if
+they have none."""
+
+
+def no_sinks(layer: int) -> Tensor | None:
+    """Return None: heads have no sinks."""
+    return None
+
+
 class Strategy(Protocol):
     """Attention of one step, computed by the members of the step's group.
 

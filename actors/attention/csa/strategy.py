@@ -41,7 +41,12 @@ from csps.actors.attention.base.levels import (
     kept_counts,
     spanning_parts,
 )
-from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv
+from csps.actors.attention.base.strategy import (
+    OverlappingStrategy,
+    Sinks,
+    StoreKv,
+    no_sinks,
+)
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.attention.csa.importance_scorer import (
     AllQueriesScorer,
@@ -54,6 +59,7 @@ from csps.actors.attention.csa.level_attention import FirstAllToAll, OwnedLevel
 from csps.actors.attention.csa.routes import HeadCounts, Routes
 from csps.actors.attention.csa.running_attention import OutputAllToAll, OwnRows, attend_own_levels
 from csps.actors.kv_cache.kv_pool import KvPool
+from csps.kernels.merge import merge_sink
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 from csps.protocols.attention.csa import ALL_QUERIES
@@ -75,13 +81,14 @@ class Csa(OverlappingStrategy):
         *,
         heads: int,
         scale: float,
+        sinks: Sinks = no_sinks,
     ) -> None:
         plan = schedule.plan
         super().__init__(group, overlap=plan.pipelined)
         self._group = group
         self._schedule = schedule
         self._heads, self._kv_heads = heads, len(schedule.kv_heads)
-        self._scale = scale
+        self._scale, self._sinks = scale, sinks
         parts = spanning_parts(group.step.chunks, group.step.bounds)
         self._geometry = LevelGeometry(parts=parts, levels=plan.segments(), nested=plan.nested)
         self._own = {part.index: part for part in parts if part.member == group.member}
@@ -150,11 +157,14 @@ class Csa(OverlappingStrategy):
             if store_chosen is not None:
                 store_chosen(rows.kept_gt(self._followed))
             self._attend(layer, rows, own)
-        return own.running.out_thd.to(q_thd.dtype)
+        running = own.running
+        if (sinks_h := self._sinks(layer)) is not None:
+            merge_sink(running.out_thd, running.lse_ht, sinks_h)
+        return running.out_thd.to(q_thd.dtype)
 
     def _attend(self, layer: int, rows: KeptRows, own: OwnRows) -> None:
         """Compute the exchanged levels of one layer; own rows are computed while it waits."""
-        scoring = not self._scored_at_once and self._schedule.drops(layer + 1)
+        scoring = not self._scored_at_once and self._schedule.drops(self._schedule.after(layer))
         if scoring:
             self._scorer.begin(layer, rows, self._transfers)
         levels = self._levels(layer, rows)

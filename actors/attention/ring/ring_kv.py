@@ -33,11 +33,17 @@ from csps.actors.attention.base.history import (
     members_of,
     overlapping,
 )
-from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv, project_and_attend
+from csps.actors.attention.base.strategy import (
+    OverlappingStrategy,
+    Sinks,
+    StoreKv,
+    no_sinks,
+    project_and_attend,
+)
 from csps.actors.attention.ring.ring import RingAttention, Rounds
 from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan, rotating_history
 from csps.actors.kv_cache.kv_pool import KvPool
-from csps.kernels.merge import nothing_seen
+from csps.kernels.merge import merge_sink, nothing_seen
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 
@@ -48,10 +54,17 @@ class RingKv(OverlappingStrategy):
     """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(
-        self, group: SpGroup, pool: KvPool, *, heads: int, kv_heads: int, scale: float
+        self,
+        group: SpGroup,
+        pool: KvPool,
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        sinks: Sinks = no_sinks,
     ) -> None:
         super().__init__(group)
-        self._group = group
+        self._group, self._sinks = group, sinks
         self._heads, self._kv_heads = heads, kv_heads
         sequence_ids = rotating_history(
             group.step, heads=heads, kv_heads=kv_heads, dim=pool.head_dim
@@ -101,6 +114,8 @@ class RingKv(OverlappingStrategy):
             own = self._group.member
             self._attention.attend(layer, own, source, q_thd, keys, out_thd, lse_ht)
         asked.merge_into(out_thd, lse_ht)
+        if (sinks_h := self._sinks(layer)) is not None:
+            merge_sink(out_thd, lse_ht, sinks_h)
         return out_thd.to(q_thd.dtype)
 
     def _shard(self, layer: int, k_thd: Tensor, v_thd: Tensor) -> Tensor:

@@ -23,13 +23,19 @@ from torch import Tensor
 
 from csps.actors.attention.base.group import SpGroup
 from csps.actors.attention.base.history import ResidentHistory
-from csps.actors.attention.base.strategy import OverlappingStrategy, StoreKv, project_and_attend
+from csps.actors.attention.base.strategy import (
+    OverlappingStrategy,
+    Sinks,
+    StoreKv,
+    no_sinks,
+    project_and_attend,
+)
 from csps.actors.attention.ring.ring import RingAttention, Rounds, padded
 from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan, with_history
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.transfers import Label
 from csps.actors.kv_cache.kv_pool import KvPool
-from csps.kernels.merge import merge_into, nothing_seen
+from csps.kernels.merge import merge_into, merge_sink, nothing_seen
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 
@@ -40,9 +46,11 @@ PartialOutput = tuple[Tensor, Tensor]
 class RingQ(OverlappingStrategy):
     """Exact attention of one step on one rank; entered for the duration of the step."""
 
-    def __init__(self, group: SpGroup, pool: KvPool, *, scale: float) -> None:
+    def __init__(
+        self, group: SpGroup, pool: KvPool, *, scale: float, sinks: Sinks = no_sinks
+    ) -> None:
         super().__init__(group)
-        self._group = group
+        self._group, self._sinks = group, sinks
         self._plan = RingPlan(group.step, with_history(group.step))
         self._attention = RingAttention(group, self._plan, scale)
         self._resident = ResidentHistory(group, pool)
@@ -71,6 +79,8 @@ class RingQ(OverlappingStrategy):
             self._attention.attend(layer, source, own, q_source, keys, *partials[source])
         out_thd, lse_ht = partials.pop(own)
         self._merge_answers(layer, partials, q_thd, out_thd, lse_ht)
+        if (sinks_h := self._sinks(layer)) is not None:
+            merge_sink(out_thd, lse_ht, sinks_h)
         return out_thd.to(q_thd.dtype)
 
     def _keys(

@@ -33,6 +33,7 @@ from csps.actors.attention.sp_tp.head_attention import HeadBlock, RowAttention
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.row_collectives import all_gather, flat_tree
 from csps.actors.comm.transfers import Label, PendingTransfer, Transfers
+from csps.kernels.merge import merge_sink
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 from csps.models.network.spec import ModelSpec, kv_head_range, tp_shard_of
@@ -158,6 +159,8 @@ class GatheredWeights(OverlappingStrategy):
             group_heads=spec.heads // spec.kv_heads,
             scale=spec.scale,
             begin=overlapping(self._transfers),
+            window=spec.window,
+            windowed=spec.near_layers,
         )
         self._layers = GatheredLayers(engine, self._transfers)
 
@@ -212,6 +215,7 @@ class GatheredWeights(OverlappingStrategy):
             *rows.split_with_sizes((heads, kv_heads, kv_heads), dim=1),
             scale=self._engine.spec.scale,
             cancelled=self._group.cancelled,
+            window=self._engine.spec.window_of(index),
         )
         asked = self._history.ask(index, attention.q_Thd)
         asked.answer()
@@ -221,6 +225,9 @@ class GatheredWeights(OverlappingStrategy):
                 attention.attend(block, (0, total))
             self._group.points.point()
         asked.merge_into(attention.out_Thd, attention.lse_hT)
+        sinks_h = self._engine.network.layers[index].weights.sinks
+        if sinks_h is not None:  # of all heads, as on every rank
+            merge_sink(attention.out_Thd, attention.lse_hT, sinks_h[self._split.queries(member)])
         self._group.points.close()
         out_Thd = self._group.in_member_order(attention.out_Thd.to(q_shd.dtype))
         return self._second_exchange(index, out_Thd)

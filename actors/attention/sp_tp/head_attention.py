@@ -47,6 +47,7 @@ class RowAttention:
 
     Args:
         cancelled: sequences whose outputs remain zero.
+        window: positions that a row sees; None for all.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RowAttention:
         scale: float,
         far_keys: FarKeys | None = None,
         cancelled: Set[int] = frozenset(),
+        window: int | None = None,
     ) -> None:
 
         self._begins = [0, *accumulate(chunk.length for chunk in chunks)]
@@ -69,6 +71,7 @@ class RowAttention:
         self._scale = scale
         self._far_keys = far_keys
         self._cancelled = cancelled
+        self._window = window
         self.out_Thd, self.lse_hT = nothing_seen(q_Thd)
 
     def blocks(self, rows: tuple[int, int], keys: int) -> Iterator[tuple[int, int]]:
@@ -104,11 +107,14 @@ class RowAttention:
         rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         q_nhd, k_ngd = self.q_Thd[rows, block.queries], self.k_Tgd[columns, block.keys]
         lse_hn = self.lse_hT[block.queries, rows]
-        positions = {"q_positions": queries, "k_positions": keys}
         if exact:
             v_ngd = self.v_Tgd[columns, block.keys]
-            _, lse_hn = attention(q_nhd, k_ngd, v_ngd, scale=self._scale, **positions)
-        return importance(q_nhd, k_ngd, lse_hn, scale=self._scale, **positions)
+            _, lse_hn = attention(
+                q_nhd, k_ngd, v_ngd, q_positions=queries, k_positions=keys, scale=self._scale
+            )
+        return importance(
+            q_nhd, k_ngd, lse_hn, q_positions=queries, k_positions=keys, scale=self._scale
+        )
 
     def _is_active(self, index: int) -> bool:
         return self._chunks[index].sequence_id not in self._cancelled
@@ -127,8 +133,13 @@ class RowAttention:
                 self._attend_kept(own, seen, level)
 
     def _attend_rows(self, queries: range, keys: range) -> None:
-        """Attend causally; without a mask if all keys precede all queries."""
-        precede = keys.stop <= queries.start
+        """Attend causally; without a mask if all keys precede all queries, and without the keys
+        that are out of the window of all of them."""
+        precede = self._window is None and keys.stop <= queries.start
+        if self._window is not None:
+            keys = range(max(keys.start, queries.start - self._window + 1), keys.stop)
+        if not keys:
+            return
         for block in self._blocks:
             self._merge(
                 queries,
@@ -140,6 +151,7 @@ class RowAttention:
                     q_positions=None if precede else queries,
                     k_positions=None if precede else keys,
                     scale=self._scale,
+                    window=self._window,
                 ),
             )
 

@@ -50,7 +50,7 @@ from csps.actors.comm.row_collectives import (
 )
 from csps.actors.comm.transfers import Transfers
 from csps.actors.timing.timeline import Phase
-from csps.kernels.merge import merge_into, nothing_seen
+from csps.kernels.merge import merge_into, merge_sink, nothing_seen
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
 from csps.protocols.attention.csa import CsaPlan
@@ -107,6 +107,8 @@ class SpTp(OverlappingStrategy):
             group_heads=engine.heads // len(engine.kv_heads),
             scale=engine.spec.scale,
             begin=overlapping(self._transfers),
+            window=engine.spec.window,
+            windowed=engine.spec.near_layers,
         )
         group.points.before_pause = self._transfers.drain
         self._importance: Mapping[int, Tensor] = {}
@@ -132,7 +134,8 @@ class SpTp(OverlappingStrategy):
             if self._split.query_count(self._group.member):
                 work = self._layer(index, layer, gather.rows_td)
                 work.run(self._planned(index), gather, reduce, self._transfers)
-                self._importance = self._next_importance(index, work)
+                if index not in self._engine.spec.near_layers:
+                    self._importance = self._next_importance(index, work)
             else:
                 self._answer_without_heads(index, x_td)
                 self._collect_without_heads(parts, reduce)
@@ -147,6 +150,7 @@ class SpTp(OverlappingStrategy):
     def _layer(self, index: int, layer: Layer, rows_td: Tensor) -> SpTpLayer:
         queries = self._split.queries(self._group.member)
         keys = self._split.keys(self._group.member)
+        sinks_h = self._engine.sinks(index)
         return SpTpLayer(
             self._group,
             layer.of_heads(queries, keys),
@@ -155,6 +159,7 @@ class SpTp(OverlappingStrategy):
             blocks=[HeadBlock(*run) for run in self._split.uniform_runs(self._group.member)],
             history=self._history,
             far_keys=self._far_keys(index),
+            sinks_h=None if sinks_h is None else sinks_h[queries],
             index=index,
         )
 
@@ -228,7 +233,10 @@ class SpTp(OverlappingStrategy):
             Empty if the next layer keeps all tokens or scores importance itself.
         """
         schedule = self._schedule
-        if schedule is None or not schedule.drops(index + 1) or self._scores_itself(index + 1):
+        if schedule is None:
+            return {}
+        scored = schedule.after(index)
+        if not schedule.drops(scored) or self._scores_itself(scored):
             return {}
         chunks = {
             part.chunk
@@ -292,6 +300,7 @@ class SpTpLayer:
         blocks: Sequence[HeadBlock],
         history: History,
         far_keys: FarKeys | None,
+        sinks_h: Tensor | None = None,
         index: int,
     ) -> None:
 
@@ -303,7 +312,7 @@ class SpTpLayer:
         self._asked: HistoryQueries | None = None
         self._history_result: tuple[Tensor, Tensor] | None = None
         self._timeline = group.clock.timeline
-        self._index = index
+        self._index, self._sinks_h = index, sinks_h
         self.attention = RowAttention(
             group.step.chunks,
             blocks,
@@ -311,6 +320,7 @@ class SpTpLayer:
             scale=layer.spec.scale,
             far_keys=far_keys,
             cancelled=group.cancelled,
+            window=layer.spec.window_of(index),
         )
 
     def run(
@@ -341,7 +351,7 @@ class SpTpLayer:
                 case StartReduce(part):
                     self._group.points.close()
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
-                        out_thd = self._with_history(part.rows)
+                        out_thd = self._complete(part.rows)
                         reduce.add(part, self._layer.output_part(out_thd))
                     # No yield point here: `RowReduce.result` begins the delayed transfers.
                     transfers.progress()
@@ -359,8 +369,15 @@ class SpTpLayer:
         for buffer, part in zip(buffers, computed, strict=True):
             buffer[rows] = part
 
-    def _with_history(self, rows: slice) -> Tensor:
-        """Return the output of complete rows, with history."""
+    def _complete(self, rows: slice) -> Tensor:
+        """Return the output of rows that have attended to all of their chunk."""
+        out_thd, lse_ht = self._with_history(rows)
+        if self._sinks_h is not None:
+            merge_sink(out_thd, lse_ht, self._sinks_h)
+        return out_thd
+
+    def _with_history(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of complete rows, with history."""
         # History is not in the running result, whose LSEs score the chunk's keys.
         attention = self.attention
         if self._asked is not None:
@@ -368,12 +385,12 @@ class SpTpLayer:
             self._asked.merge_into(*self._history_result)
             self._asked = None
         if self._history_result is None:
-            return attention.out_Thd[rows]
+            return attention.out_Thd[rows], attention.lse_hT[:, rows]
         out_Thd, lse_hT = self._history_result
         merge_into(
             out_Thd[rows], lse_hT[:, rows], attention.out_Thd[rows], attention.lse_hT[:, rows]
         )
-        return out_Thd[rows]
+        return out_Thd[rows], lse_hT[:, rows]
 
     def _pause(self, transfers: Transfers) -> None:
         """Advance transfers and pass a yield point between two blocks of computing."""
@@ -390,4 +407,5 @@ def _schedule(plan: CsaPlan, engine: Engine) -> DropSchedule:
         layers=engine.spec.layers,
         kv_heads=engine.kv_heads,
         total_kv_heads=engine.spec.kv_heads,
+        windowed=engine.spec.near_layers,
     )

@@ -204,9 +204,11 @@ class EmulatedGroup:
         window = self.plan.importance_window
         queries = range(max(0, self.tokens - window), self.tokens)
         q_whd, k_tud = q_nhd[queries.start : queries.stop], k_nud[: self.tokens]
-        positions = {"q_positions": queries, "k_positions": range(self.tokens)}
-        _, lse_hw = attention(q_whd, k_tud, k_tud, scale=self.spec.scale, **positions)
-        return importance(q_whd, k_tud, lse_hw, scale=self.spec.scale, **positions)
+        keys, scale = range(self.tokens), self.spec.scale
+        _, lse_hw = attention(
+            q_whd, k_tud, k_tud, q_positions=queries, k_positions=keys, scale=scale
+        )
+        return importance(q_whd, k_tud, lse_hw, q_positions=queries, k_positions=keys, scale=scale)
 
     def attend_near(self, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tuple[Tensor, Tensor]:
         """Compute level 1 of the prompt's rows; rows behind the prompt see everything before

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 import msgspec
 
 from csps.protocols.core.placement import KvSlice
-from csps.protocols.gang.messages import JoinBatch
+from csps.protocols.gang.messages import JoinBatch, ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.core.plan_checks import (
     CheckedPiggyback,
@@ -85,16 +85,26 @@ class Launcher:
         for decision in decisions:
             if type(decision) is Bypassed:
                 self._requests.live[decision.request_id].bypassed_rounds += 1
-        wakes = [decision.at_ns for decision in decisions if type(decision) is WakeAt]
-        self._round.wake_ns = min(wakes, default=None)
         evicting = [not self._move(*move) for move in zip(moves, moving, strict=True)]
         for replan in replans:
             self._replan(replan)
-        if any(evicting):
-            return  # eviction may take a prefix that a plan reuses: decide again afterwards
-        for start in checked:
-            if not self._begin(start):
-                break  # it and all behind it are decided again when the slots are empty
+        # Eviction may take a prefix that a plan reuses: decide again afterwards. A plan that has to
+        # wait for slots, and all behind it, are decided again when these are empty.
+        applied = not any(evicting) and all(map(self._begin, checked))
+        self._round.wake_ns = self._next_wake_ns(decisions, applied=applied)
+
+    def _next_wake_ns(self, decisions: Many[Decision], *, applied: bool) -> int | None:
+        """Return when the policy is to decide again even if nothing changes.
+
+        At once means in the next nanosecond, since executors await a time to come, and only if all
+        of this round was applied: otherwise the policy would decide the same, again and again,
+        until slots are empty. They then let it decide anyway.
+        """
+        now_ns = self._round.now_ns
+        times = [decision.at_ns for decision in decisions if type(decision) is WakeAt]
+        return min(
+            (max(at_ns, now_ns + 1) for at_ns in times if applied or at_ns > now_ns), default=None
+        )
 
     def _move(self, move: MovePlan, needed: dict[InstanceId, int]) -> bool:
         """Move KV if all slots that it needs are empty, else evict; return whether it was moved."""
@@ -239,16 +249,18 @@ class Launcher:
         self._round.emit(
             Reserve(
                 request_id=request.id,
-                sequence_id=sequence.id,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=request.output_tokens,
-                slices=sequence.slices,
-                master=sequence.master.id,
+                message=ReserveKv(
+                    sequence_id=sequence.id,
+                    slices=sequence.slices,
+                    master=sequence.master.id,
+                    prompt_tokens=request.prompt_tokens,
+                    output_tokens=request.output_tokens,
+                    answer=sequence.answer,
+                    retain=sequence.retain,
+                ),
                 deadline_ns=self._round.now_ns + wait_ns,
                 piggybacked=sequence.piggybacked,
-                answer=sequence.answer,
                 cached=sequence.cached,
-                retain=sequence.retain,
             )
         )
 

@@ -6,7 +6,18 @@ from collections.abc import Iterable, Mapping, Set
 from operator import attrgetter
 from typing import NamedTuple
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import (
+    KvSlice,
+    Span,
+    bounds_of,
+    covers_once,
+    outside,
+    own,
+    placed_once,
+    same_placement,
+    tokens_on,
+    within,
+)
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
@@ -25,16 +36,12 @@ from csps.services.scheduling.deciding.step_layout import (
     span_of,
     stored_by,
 )
-from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, gang_of
-from csps.services.scheduling.events.slices import (
-    bounds_of,
-    covers_once,
-    outside,
-    own,
-    placed_once,
-    same_placement,
-    tokens_on,
-    within,
+from csps.services.scheduling.events.events import (
+    GangId,
+    InstanceId,
+    RequestId,
+    SequenceId,
+    gang_of,
 )
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.ledger import coming_slots, decode_slots
@@ -179,6 +186,7 @@ class PlanChecks:
         """Slots of all plans, with those of retained KV that they reuse."""
         self._started: dict[RequestId, None] = {}
         self._replanned: dict[RequestId, None] = {}
+        self._moved: set[SequenceId] = set()
 
     def check(
         self, plans: Iterable[StartPlan], piggybacks: Iterable[PiggybackPlan] = ()
@@ -244,6 +252,8 @@ class PlanChecks:
         )
         assert not sequence.is_moving, f"sequence {sequence.id} is moving already"
         assert not sequence.cached, f"move of sequence {sequence.id}, which reuses a prefix"
+        assert sequence.id not in self._moved, f"two moves of sequence {sequence.id}"
+        self._moved.add(sequence.id)
         start, stop = sequence.answer_span
         assert covers_once(Span(0, start), placement.slices), "not the prompt's positions"
         assert covers_once(Span(start, stop), placement.answer), "not the answer's positions"

@@ -31,8 +31,7 @@ from csps.services.scheduling.core.launcher import Launcher
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.core.steps import Steps, UnsentSteps
-from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy, SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.commands import AnyCommand
 from csps.services.scheduling.events.events import AnyEvent, TenantId, WireError
@@ -154,8 +153,7 @@ class Scheduler:
             now_ns: of any clock that does not run backwards.
         """
         this_round = self._round
-        this_round.now_ns = max(this_round.now_ns, now_ns)
-        this_round.commands = []
+        this_round.begin(now_ns)
         self._sequences.closed_now.clear()
         self._gangs.note_time()
         for event in events:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, own, tokens_on
 from csps.protocols.gang.step_messages import MoveSequence, SequencePlacement
 from csps.services.scheduling.deciding.decisions import DecodePlacement
 from csps.services.scheduling.events.commands import Cancel, SetGroup, ToGang
 from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId
 from csps.services.scheduling.events.limits import Timers
-from csps.services.scheduling.events.slices import own, tokens_on
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.ledger import Ledger, coming_slots, decode_slots
 from csps.services.scheduling.state.prefix_cache import PrefixCache

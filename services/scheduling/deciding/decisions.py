@@ -1,17 +1,55 @@
-"""Decisions: what a policy is, what it decides, and the check of what fits the gangs at all."""
+"""What a policy sees, what it is and decides, and the check of what fits the gangs at all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from typing import Protocol
 
 import msgspec
 
+from csps.configurator.costs.cost_table import Costs
 from csps.protocols.core.errors import ContextLengthExceeded
 from csps.protocols.core.placement import KvSlice
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
-from csps.services.scheduling.events.events import InstanceId, RequestId, SequenceId
-from csps.services.scheduling.state.state import GangPair, Priority
+from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, SequenceId
+from csps.services.scheduling.state.state import Cached, GangPair, Priority, Request, Sequence
+
+
+class SchedulerView(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
+    """The state, costs and time of one round: all that a policy decides on.
+
+    All objects are the scheduler's own and are valid until `decide` returns. A policy reads them
+    and changes none of them, as `test_policies_change_nothing.py` checks. A policy that tries
+    things out keeps the differences in overlays (`policies/rounds`).
+    """
+
+    # Nothing is copied: a copy of ten thousand waiting requests costs 20 ms.
+
+    now_ns: int
+    cost: Costs
+    pairs: Many[GangPair]
+    """Pairs of gangs on which something can start, the oldest first."""
+    queues: Mapping[Priority, Many[Request]]
+    """Waiting requests that may start, in order (`state.order_key`). A queue may be very long: no
+    policy reads all of it in every round."""
+    planned: Many[Sequence]
+    """Sequences with unsent steps, in the order of their start."""
+    blocked: Many[Request]
+    """Waiting requests that were found to be blocked (`Blocked`), in order. A request
+    that finds slots but no instance may be blocked again later."""
+    blocked_ns: Callable[[Request], int]
+    """Function that returns since when a request counts as blocked; now, if it was not blocked
+    before. Time since then counts against whoever passes the request."""
+    cached: Callable[[Request, GangId], Cached | None]
+    """Function that returns the longest beginning of a prompt in a gang's prefix cache. The first
+    chunk of a plan may start behind it or behind less of it (`PlannedChunk.start`). What lies
+    where it is decoded need not be sent (`DecodePlacement.slices`)."""
+    rate_30s: int
+    """Requests submitted in the last 30 s."""
+
+    def waiting(self, priority: Priority) -> Many[Request]:
+        """Return the requests of a queue in order."""
+        return self.queues[priority]
 
 
 class Planned(msgspec.Struct, frozen=True, gc=False):
@@ -155,11 +193,11 @@ class Policy(Protocol):
         """Options of decoding, which all policies have."""
         ...
 
-    def priority(self, prompt_tokens: int, pairs: Sequence[GangPair]) -> Priority:
+    def priority(self, prompt_tokens: int, pairs: Many[GangPair]) -> Priority:
         """Return the queue in which a request waits. Asked again when gangs come up."""
         ...
 
-    def decide(self, view: SchedulerView) -> Sequence[Decision]:
+    def decide(self, view: SchedulerView) -> Many[Decision]:
         """Decide what to do now; requests in no plan go on waiting.
 
         Asked whenever something has changed. All plans together must fit into the free slots.
@@ -204,7 +242,7 @@ class CapacityCheck:
         self._policy = policy
         self._pairs: list[GangPair] = []
 
-    def use(self, pairs: Sequence[GangPair]) -> None:
+    def use(self, pairs: Many[GangPair]) -> None:
         """Use these gangs; if there are none, go on with the previous ones."""
         if pairs:
             self._pairs = list(pairs)
@@ -220,6 +258,11 @@ class CapacityCheck:
         the answer fits on one instance."""
         limits = (min(_context_limit(pair), pair.prefill.capacity) for pair in self._pairs)
         return max(limits, default=0)
+
+    @property
+    def decode_capacity(self) -> int:
+        """KV slots of the smallest gang that decodes; 0 without gangs."""
+        return min((pair.decode.capacity for pair in self._pairs), default=0)
 
     @property
     def decode_slots(self) -> int:

@@ -8,11 +8,10 @@ from itertools import pairwise
 import msgspec
 
 from csps.protocols.attention.plan import RINGS
-from csps.protocols.core.placement import RING_LAYOUTS, KvSlice, Span, place
+from csps.protocols.core.placement import RING_LAYOUTS, KvSlice, Span, outside, own, place, within
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.deciding.decisions import PlannedChunk, PlannedStep, StartPlan
 from csps.services.scheduling.events.events import InstanceId, RequestId
-from csps.services.scheduling.events.slices import outside, own, within
 
 Histories = tuple[tuple[KvSlice, ...], ...]
 """Placement of the KV before each chunk of a step."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from csps.protocols.core.placement import KvSlice
-from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
+from csps.protocols.gang.messages import EvictKv, JoinBatch, ReserveKv, RetainKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.services.scheduling.events.events import (
     GangId,
-    InstanceId,
     RequestId,
     SequenceId,
     WireError,
@@ -28,30 +26,18 @@ class Command(
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
-    """Reserve KV slots on decode instances for a sequence's KV, or for a piggybacked sequence. If
-    the answer may have one token only, no KV goes there and nobody is asked."""
+    """Begin a sequence: reserve KV slots where it is decoded."""
 
     request_id: RequestId
-    sequence_id: SequenceId
-    prompt_tokens: int
-    """Tokens to prefill: the client's prompt, and tokens generated before a fault."""
-    output_tokens: int
-    """Most tokens that may still be generated."""
-    slices: tuple[KvSlice, ...]
-    """Placement of the prompt's KV: each position once. Empty if nothing is decoded."""
-    master: InstanceId
-    """Instance that samples the tokens that no step samples."""
+    message: ReserveKv
+    """Reservation as the ranks get it, but for what only the router knows."""
     deadline_ns: int
-    """Time by which the instances have to confirm."""
+    """Time by which the ranks have to confirm."""
     piggybacked: bool = False
     """True if `JoinBatch` follows: the master's ranks get the prompt's tokens, because no step
     computes them."""
-    answer: tuple[KvSlice, ...] = ()
-    """Placement of the answer's KV; empty: the master."""
     cached: int = 0
     """First tokens of the prompt that nothing computes, because their KV is cached."""
-    retain: bool = False
-    """True if all KV stays when the answer ends, until `RetainKv` names what stays, or `Cancel`."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):

@@ -20,8 +20,8 @@ from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
     PiggybackPlan,
+    SchedulerView,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,

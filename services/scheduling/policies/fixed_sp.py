@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from csps.protocols.core.placement import bounds_of, level_sizes
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
@@ -20,11 +21,10 @@ from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
     PlannedChunk,
     PlannedStep,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import in_zigzag
-from csps.services.scheduling.events.slices import bounds_of, level_sizes
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from csps.services.scheduling.events.commands import ResetGang
 from csps.services.scheduling.events.events import GangId, GangUp, InstanceId, make_id
 from csps.services.scheduling.state.state import Gang, GangPair, Instance, Round, new_gang
 
@@ -65,7 +64,7 @@ class Gangs:
         if not gang.resetting:
             gang.resetting = True
             _log.info("resetting %s gang %d: %s", gang.role, gang.id, reason)
-            self._round.emit(ResetGang(gang=gang.id, reason=reason))
+            self._round.reset(gang.id, reason)
             self._pair()
 
     def note_heartbeat(self, instance: InstanceId) -> None:

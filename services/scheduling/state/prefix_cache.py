@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, tokens_on, within
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.events.commands import ToGang
 from csps.services.scheduling.events.events import (
@@ -17,7 +17,6 @@ from csps.services.scheduling.events.events import (
     gang_of,
 )
 from csps.services.scheduling.events.limits import ReuseSettings
-from csps.services.scheduling.events.slices import tokens_on, within
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.ledger import Ledger
 from csps.services.scheduling.state.prefix_tree import Hashes, PrefixTree

@@ -13,9 +13,8 @@ from itertools import takewhile
 
 import msgspec
 
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, tokens_on, within
 from csps.services.scheduling.events.events import InstanceId, SequenceId, TenantId
-from csps.services.scheduling.events.slices import tokens_on, within
 
 Hashes = tuple[bytes, ...]
 

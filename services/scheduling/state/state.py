@@ -36,6 +36,7 @@ from csps.services.scheduling.events.events import (
     StepId,
     TenantId,
     WireError,
+    gang_of,
 )
 from csps.services.scheduling.events.events import instance_id as numbered_instance
 from csps.services.scheduling.events.limits import PreemptionDelay, Timer
@@ -424,21 +425,46 @@ class Round:
     """True if state that decisions depend on has changed since the policy was asked."""
     wake_ns: int | None = None
     """Time at which the policy asked to decide again even if nothing changes."""
+    reset_gangs: tuple[GangId, ...] = ()
+    """Gangs that were reset in this round."""
+
+    def begin(self, now_ns: int) -> None:
+        """Begin the next round; time does not run backwards."""
+        self.now_ns = max(self.now_ns, now_ns)
+        self.commands = []
+        self.reset_gangs = ()
 
     def emit(self, command: AnyCommand) -> None:
-        """Add a command for the executor."""
-        self.commands.append(command)
+        """Add a command for the executor, unless it is for a gang that was reset before it."""
+        left: AnyCommand | None = command
+        for gang in self.reset_gangs:
+            left = None if left is None else _without(left, gang)
+        if left is not None:
+            self.commands.append(left)
+
+    def reset(self, gang: GangId, reason: str) -> None:
+        """Tell the executor to reset a gang. To it the gang is gone from here on."""
+        self.emit(ResetGang(gang=gang, reason=reason))
+        self.reset_gangs = (*self.reset_gangs, gang)
 
     def discard(self, gang: GangId) -> None:
         """Drop the commands for a gang that went down later in the round."""
-        left: list[AnyCommand] = []
-        for command in self.commands:
-            if isinstance(command, Cancel) and gang in command.gangs:
-                gangs = tuple(other for other in command.gangs if other != gang)
-                left += [Cancel(sequence_id=command.sequence_id, gangs=gangs)] if gangs else []
-            elif not (isinstance(command, ResetGang | SetGroup | ToGang) and command.gang == gang):
-                left.append(command)
-        self.commands = left
+        left = (_without(command, gang) for command in self.commands)
+        self.commands = [command for command in left if command is not None]
+
+
+def _without(command: AnyCommand, gang: GangId) -> AnyCommand | None:
+    """Return what is left of a command without a gang; None if nothing is."""
+    match command:
+        case Cancel(gangs=gangs) if gang in gangs:
+            others = tuple(other for other in gangs if other != gang)
+            return Cancel(sequence_id=command.sequence_id, gangs=others) if others else None
+        case ResetGang(gang=addressed) | SetGroup(gang=addressed) | ToGang(gang=addressed):
+            return None if addressed == gang else command
+        case RunStep(step=step) if gang_of(step.group[0]) == gang:
+            return None
+        case _:
+            return command
 
 
 def wire_error(error: Exception) -> WireError:

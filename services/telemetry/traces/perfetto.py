@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
-from csps.actors.engine.step_trace import BYTES, LAYER, LEVEL, MICRO, PHASE
-from csps.actors.timing.timeline import TRANSFERS
+from csps.actors.timing.timeline import BYTES, LAYER, LEVEL, MICRO, PHASE, TRANSFERS
 from csps.services.telemetry.traces.spans import RecordedSpan, Trace
 
 Event = dict[str, Any]

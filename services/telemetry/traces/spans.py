@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from csps.actors.engine.step_trace import PHASE, RANK
+from csps.actors.timing.timeline import PHASE, RANK
 from csps.protocols.core.errors import ConfigError
 
 SERVICE = "service.name"

@@ -30,7 +30,6 @@ from property_examples import examples
 from torch import Tensor
 
 from csps.actors.comm.process_group import PeerLost, Pending
-from csps.actors.kv_transfer import send_queue
 from csps.actors.kv_transfer import sender as sender_module
 from csps.actors.kv_transfer.connection import (
     Credit,
@@ -378,7 +377,7 @@ def message_received(end: KvConnection) -> int:
 
 def test_an_idle_sender_sends_heartbeats(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after it has, and while a device has not written yet what is next."""
-    monkeypatch.setattr(send_queue, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(sender_module, "HEARTBEAT_S", 0.01)
     device = Device()
     monkeypatch.setattr(sender_module, "launched_so_far", lambda _: device)
     with sending(spec) as (source, (end,)):

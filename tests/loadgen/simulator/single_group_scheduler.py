@@ -15,6 +15,7 @@ from csps.configurator.costs.latency import (
 )
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
 from csps.protocols.core.placement import KvSlice
+from csps.protocols.gang.messages import ReserveKv
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.services.scheduling.events.commands import (
     AnyCommand,
@@ -185,11 +186,13 @@ class SingleGroupScheduler:
         return [
             Reserve(
                 request_id=request,
-                sequence_id=number,
-                prompt_tokens=tokens,
-                output_tokens=submitted.output_tokens,
-                slices=slices,
-                master=instance_id(self._decode, 0),
+                message=ReserveKv(
+                    sequence_id=number,
+                    prompt_tokens=tokens,
+                    output_tokens=submitted.output_tokens,
+                    slices=slices,
+                    master=instance_id(self._decode, 0),
+                ),
                 deadline_ns=1 << 60,
             ),
             RunStep(

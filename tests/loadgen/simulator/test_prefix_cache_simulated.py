@@ -7,6 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
 from single_group_scheduler import cluster
 from test_piggyback_simulated import LINE, STEP
 
@@ -190,3 +193,44 @@ def test_hash_ids_of_a_trace_name_blocks() -> None:
     assert len(first.hashes) == 1100 // HASH_BLOCK_TOKENS == 2
     assert first.hashes[0] == second.hashes[0]
     assert first.hashes[1] != second.hashes[1]
+
+
+@settings(max_examples=examples(20))
+@pytest.mark.parametrize(("policy", "elastic"), CELLS)
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(4, 12),
+    kv_slots=st.sampled_from((800, 1000, 1500)),
+    notice_ns=st.sampled_from((0, 2 * MS)),
+)
+def test_conversations_end_on_slots_for_one_or_two(
+    policy: str, elastic: bool, seed: int, count: int, kv_slots: int, notice_ns: int
+) -> None:
+    """A start has to evict most of what is cached."""
+    arrivals = conversations(seed, count=count)
+    found = run(arrivals, policy, elastic, kv_slots=kv_slots, notice_ns=notice_ns)
+    assert all(not outcome.error for outcome in found.outcomes)
+
+
+@settings(max_examples=examples(20))
+@pytest.mark.parametrize("policy", ["csps", "context_parallel"])
+@given(
+    count=st.integers(129, 200),
+    cached=st.booleans(),
+    kv_slots=st.sampled_from((4000, 40_000)),
+    notice_ns=st.sampled_from((0, 2 * MS)),
+)
+def test_more_requests_start_at_once_than_one_round_takes(
+    policy: str, count: int, cached: bool, kv_slots: int, notice_ns: int
+) -> None:
+    """A round starts 128 of them, and the next one follows at once, unless the others wait for
+    slots of cached KV."""
+    crowd = [
+        Arrival(at_ns=2000 * MS, prompt_tokens=20, output_tokens=2, hashes=()) for _ in range(count)
+    ]
+    before = conversations(1, count=4) if cached else []
+    many = {**POLICIES[policy], "max_batch": 1 << 20}
+    at = replace(model(elastic=False, kv_slots=kv_slots), notice_ns=notice_ns)
+    scheduler = scheduler_of(at, policy, many, ReuseSettings(enabled=True, block_tokens=BLOCK))
+    found = Simulator(scheduler, at, [*before, *crowd]).run()
+    assert all(not outcome.error for outcome in found.outcomes)

@@ -24,8 +24,7 @@ from recorded_workloads import LATER, WORKLOADS, Workload
 from test_prefix_storms import RetainingCell
 
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
-from csps.services.scheduling.deciding.decisions import Decision, Policy
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import Decision, Policy, SchedulerView
 from csps.services.scheduling.events.commands import ResetGang
 from csps.services.scheduling.events.events import AnyEvent, CostTableUpdated, Drain
 

@@ -15,9 +15,9 @@ from csps.services.scheduling.deciding.decisions import (
     CapacityCheck,
     PiggybackPlan,
     Policy,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.state import Gang, GangPair, Priority, Request, new_gang
 

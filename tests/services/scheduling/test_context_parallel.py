@@ -15,12 +15,11 @@ from scheduler_harness import SchedulerHarness, only, steps_of
 from csps.configurator.costs.cost_table import Costs
 from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import KvSlice, Span
+from csps.protocols.core.placement import KvSlice, Span, covers_once, tokens_on
 from csps.services.scheduling.deciding.decisions import Blocked, Decision
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
-from csps.services.scheduling.events.slices import covers_once, tokens_on
 from csps.services.scheduling.policies.context_parallel.pair import KvHolders, interleaved, levelled
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.policies.rounds.decode_overlay import Placed
@@ -268,14 +267,16 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
                 ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1)
                 for instance in step.group
             ]
-            holders = decode_slots(reserve, output)
+            holders = decode_slots(reserve.message, output)
             assert sum(holders.values()) == prompt + output
-            harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id), *done)
+            harness.turn(ev.FirstToken(sequence_id=reserve.message.sequence_id), *done)
             freed = [
-                ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders
+                ev.Freed(sequence_id=reserve.message.sequence_id, instance=holder)
+                for holder in holders
             ]
             harness.turn(
-                ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=output), *freed
+                ev.Finished(sequence_id=reserve.message.sequence_id, generated_tokens=output),
+                *freed,
             )
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 

@@ -189,18 +189,18 @@ def serve_all(
     while reserves := only(commands, cmd.Reserve):
         (reserve,), (step,) = reserves, steps_of(commands)
         order.append(reserve.request_id)
-        holders = {kv_slice.instance: kv_slice.tokens for kv_slice in reserve.slices}
+        holders = {kv_slice.instance: kv_slice.tokens for kv_slice in reserve.message.slices}
         commands = harness.turn(
-            ev.FirstToken(sequence_id=reserve.sequence_id),
+            ev.FirstToken(sequence_id=reserve.message.sequence_id),
             *(ev.StepDone(step_id=step.step_id, instance=i, took_ns=1) for i in step.group),
             *(
-                ev.KvReceived(sequence_id=reserve.sequence_id, instance=i, tokens=n)
+                ev.KvReceived(sequence_id=reserve.message.sequence_id, instance=i, tokens=n)
                 for i, n in holders.items()
             ),
         )
         commands += harness.turn(
-            ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=generated),
-            *(ev.Freed(sequence_id=reserve.sequence_id, instance=i) for i in holders),
+            ev.Finished(sequence_id=reserve.message.sequence_id, generated_tokens=generated),
+            *(ev.Freed(sequence_id=reserve.message.sequence_id, instance=i) for i in holders),
         )
     return order
 
@@ -216,13 +216,15 @@ def test_generated_tokens_count_twice() -> None:
         (reserve,), (step,) = reserves, steps_of(commands)
         order.append(reserve.request_id)
         tenant = 2 - reserve.request_id % 2
-        (instance,) = {kv_slice.instance for kv_slice in reserve.slices}
+        (instance,) = {kv_slice.instance for kv_slice in reserve.message.slices}
         commands = harness.turn(
-            ev.FirstToken(sequence_id=reserve.sequence_id),
+            ev.FirstToken(sequence_id=reserve.message.sequence_id),
             ev.StepDone(step_id=step.step_id, instance=step.group[0], took_ns=1),
-            ev.KvReceived(sequence_id=reserve.sequence_id, instance=instance, tokens=400),
-            ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=generated[tenant]),
-            ev.Freed(sequence_id=reserve.sequence_id, instance=instance),
+            ev.KvReceived(sequence_id=reserve.message.sequence_id, instance=instance, tokens=400),
+            ev.Finished(
+                sequence_id=reserve.message.sequence_id, generated_tokens=generated[tenant]
+            ),
+            ev.Freed(sequence_id=reserve.message.sequence_id, instance=instance),
         )
     # Counters: 0, 0 | 600, 0 | 600, 420 | 600, 840 | 1200, 840 | 1200, 1260.
     assert order == [1, 2, 4, 3, 6, 5]
@@ -233,9 +235,9 @@ def test_tokens_of_a_cancelled_answer_count() -> None:
     events = [harness.submit(100, 400, tenant=tenant) for tenant in (1, 2, 1, 2)]
     (reserve,) = only(harness.turn(*events), cmd.Reserve)
     assert reserve.request_id == 1
-    (instance,) = {kv_slice.instance for kv_slice in reserve.slices}
+    (instance,) = {kv_slice.instance for kv_slice in reserve.message.slices}
     commands = harness.turn(ev.RequestCancelled(request_id=1, generated_tokens=300))
-    commands += harness.turn(ev.Freed(sequence_id=reserve.sequence_id, instance=instance))
+    commands += harness.turn(ev.Freed(sequence_id=reserve.message.sequence_id, instance=instance))
     assert serve_all(harness, commands) == [2, 4, 3]
 
 
@@ -252,10 +254,12 @@ def test_a_fault_costs_its_tenant_nothing() -> None:
     events = [harness.submit(tenant=tenant) for tenant in (1, 2, 1, 2)]
     (reserve,) = only(harness.turn(*events), cmd.Reserve)
     error = ev.WireError("TransferError", "bad KV")
-    (instance,) = {kv_slice.instance for kv_slice in reserve.slices}
+    (instance,) = {kv_slice.instance for kv_slice in reserve.message.slices}
     commands = harness.turn(
-        ev.Failed(sequence_id=reserve.sequence_id, generated_tokens=0, error=error, retryable=True),
-        ev.Freed(sequence_id=reserve.sequence_id, instance=instance),
+        ev.Failed(
+            sequence_id=reserve.message.sequence_id, generated_tokens=0, error=error, retryable=True
+        ),
+        ev.Freed(sequence_id=reserve.message.sequence_id, instance=instance),
     )
     harness.wait(until_ns=harness.now_ns + SECOND)  # the pause before another attempt
     # Counters: 500, 0 | 500, 520 | the second attempt costs nothing: 520, 520 | 1020, 520.
@@ -351,8 +355,8 @@ class Watch:
         if self._arrivals[request - 1].tenant == 2:
             passed = self._served[1] - self._served_at_arrival[request]
             self.passed_second = max(self.passed_second, passed)
-        self._running[command.sequence_id] = request
-        self._serve(request, command.prompt_tokens)
+        self._running[command.message.sequence_id] = request
+        self._serve(request, command.message.prompt_tokens)
 
     def _serve(self, request: int, tokens: int) -> None:
         self._served[self._arrivals[request - 1].tenant] += tokens

@@ -31,14 +31,18 @@ def piggybacked(harness: SchedulerHarness, prompt: int = 500, output: int = 10) 
     (reserve,), (join,) = only(commands, cmd.Reserve), only(commands, cmd.ToGang)
     assert commands == [reserve, join], "and nothing else"
     assert join == cmd.ToGang(
-        gang=GANG, message=JoinBatch(sequence_id=reserve.sequence_id, budget=128)
+        gang=GANG, message=JoinBatch(sequence_id=reserve.message.sequence_id, budget=128)
     )
     return reserve
 
 
 def freed(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
-    holders = sorted({kv_slice.instance for kv_slice in reserve.slices} | {reserve.master})
-    return [ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders]
+    holders = sorted(
+        {kv_slice.instance for kv_slice in reserve.message.slices} | {reserve.message.master}
+    )
+    return [
+        ev.Freed(sequence_id=reserve.message.sequence_id, instance=holder) for holder in holders
+    ]
 
 
 def ask(requests: list[object], decode: list[Busy], **options: object) -> list[Decision]:
@@ -92,10 +96,13 @@ def test_a_piggybacked_request_is_reserved_with_its_prompt_and_joins_at_once() -
     harness = riding()
     reserve = piggybacked(harness, 1500)
     assert reserve.piggybacked
-    assert [kv_slice.stop - kv_slice.start for kv_slice in reserve.slices] == [750, 750]
+    assert [kv_slice.stop - kv_slice.start for kv_slice in reserve.message.slices] == [750, 750]
     assert harness.scheduler.counts.decode_kv == (1500 + 10) / 8000
-    assert harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id)) == []
-    assert harness.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10)) == []
+    assert harness.turn(ev.FirstToken(sequence_id=reserve.message.sequence_id)) == []
+    assert (
+        harness.turn(ev.Finished(sequence_id=reserve.message.sequence_id, generated_tokens=10))
+        == []
+    )
     assert harness.scheduler.counts.decode_kv > 0
     harness.turn(*freed(reserve))
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
@@ -106,8 +113,10 @@ def test_a_piggybacked_request_on_a_pair_needs_only_the_gang_that_decodes() -> N
     harness.turn(harness.prefill(), harness.decode(), LINK)
     (reserve,) = only(harness.turn(harness.submit()), cmd.Reserve)
     assert harness.turn(ev.GangDown(gang=1, reason="died")) == []
-    harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
-    harness.turn(ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), *freed(reserve))
+    harness.turn(ev.FirstToken(sequence_id=reserve.message.sequence_id))
+    harness.turn(
+        ev.Finished(sequence_id=reserve.message.sequence_id, generated_tokens=10), *freed(reserve)
+    )
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
@@ -116,9 +125,9 @@ def test_a_cancelled_piggybacked_request_is_cancelled_on_its_gang(sampled: int) 
     harness = riding()
     reserve = piggybacked(harness)
     if sampled:
-        harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id))
+        harness.turn(ev.FirstToken(sequence_id=reserve.message.sequence_id))
     assert harness.turn(ev.RequestCancelled(request_id=reserve.request_id)) == [
-        cmd.Cancel(sequence_id=reserve.sequence_id, gangs=(GANG,))
+        cmd.Cancel(sequence_id=reserve.message.sequence_id, gangs=(GANG,))
     ]
     harness.turn(*freed(reserve))
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
@@ -126,7 +135,7 @@ def test_a_cancelled_piggybacked_request_is_cancelled_on_its_gang(sampled: int) 
 
 def test_when_the_gang_dies_piggybacked_requests_go_on_with_their_next_token() -> None:
     harness = riding()
-    sampling, computing = piggybacked(harness), piggybacked(harness)
+    sampling, computing = piggybacked(harness).message, piggybacked(harness).message
     harness.turn(ev.FirstToken(sequence_id=sampling.sequence_id))
     progress = ev.Progress(generated_tokens=((sampling.sequence_id, 4), (computing.sequence_id, 0)))
     commands = harness.turn(progress, ev.GangDown(gang=GANG, reason="died"))
@@ -136,7 +145,9 @@ def test_when_the_gang_dies_piggybacked_requests_go_on_with_their_next_token() -
     ]
     commands = harness.turn(gang_up(2, [4000], prefill=True, decode=True))
     again = only(commands, cmd.Reserve)
-    assert [(reserve.prompt_tokens, reserve.output_tokens) for reserve in again] == [
+    assert [
+        (reserve.message.prompt_tokens, reserve.message.output_tokens) for reserve in again
+    ] == [
         (504, 6),
         (500, 10),
     ]
@@ -160,12 +171,12 @@ def test_a_refused_piggybacked_request_is_tried_again() -> None:
     (reserve,) = only(harness.turn(harness.submit()), cmd.Reserve)
     error = ev.WireError("OutOfSlots", "full")
     failed = ev.Failed(
-        sequence_id=reserve.sequence_id, generated_tokens=0, error=error, retryable=True
+        sequence_id=reserve.message.sequence_id, generated_tokens=0, error=error, retryable=True
     )
-    free = ev.Freed(sequence_id=reserve.sequence_id, instance=instance_id(GANG, 0))
+    free = ev.Freed(sequence_id=reserve.message.sequence_id, instance=instance_id(GANG, 0))
     harness.turn(free, failed)
     (again,) = messages(harness.wait(until_ns=harness.now_ns + 2 * SECOND), JoinBatch)
-    assert again.sequence_id != reserve.sequence_id
+    assert again.sequence_id != reserve.message.sequence_id
 
 
 def test_a_gang_that_owes_a_piggybacked_request_its_token_and_is_silent_is_reset() -> None:
@@ -184,9 +195,9 @@ def test_a_gang_that_owes_a_piggybacked_request_its_token_and_is_silent_is_reset
 def test_what_an_iteration_takes_is_measured_from_the_first_token_on() -> None:
     harness = riding()
     reserve = piggybacked(harness)
-    harness.turn(ev.FirstToken(sequence_id=reserve.sequence_id), after_ns=SECOND)
+    harness.turn(ev.FirstToken(sequence_id=reserve.message.sequence_id), after_ns=SECOND)
     harness.turn(
-        ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=10), after_ns=90 * MS
+        ev.Finished(sequence_id=reserve.message.sequence_id, generated_tokens=10), after_ns=90 * MS
     )
     (pair,) = harness.scheduler._gangs.pairs
     assert pair.decode.iteration_ns == 10 * MS
@@ -198,8 +209,8 @@ def test_the_line_moves_when_a_piggybacked_request_has_left() -> None:
     second = harness.submit()
     assert harness.turn(second) == []
     commands = harness.turn(
-        ev.FirstToken(sequence_id=first.sequence_id),
-        ev.Finished(sequence_id=first.sequence_id, generated_tokens=10),
+        ev.FirstToken(sequence_id=first.message.sequence_id),
+        ev.Finished(sequence_id=first.message.sequence_id, generated_tokens=10),
         *freed(first),
     )
     assert [reserve.request_id for reserve in only(commands, cmd.Reserve)] == [second.request_id]

@@ -11,8 +11,7 @@ import pytest
 from canonical_streams import event_of, read_stream
 from recorded_workloads import WORKLOADS
 
-from csps.services.scheduling.deciding.decisions import Decision, Policy
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import Decision, Policy, SchedulerView
 
 STREAMS = Path(__file__).parent / "recorded_streams"
 TURNS = 200

@@ -13,8 +13,7 @@ from scripted_policies import Scripted
 from timed_gangs import MS, TimedCell, Watched
 
 from csps.configurator.costs.cost_table import Unmeasured
-from csps.services.scheduling.deciding.decisions import Blocked, Decision, Policy
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, Policy, SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.policies.registry import make_policy
 

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from scheduler_harness import SMALL, SchedulerHarness, Sent, messages, only, sent
 
+from csps.protocols.core.placement import own, tokens_on
 from csps.protocols.gang.messages import RetainKv
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
 from csps.services.scheduling.events.limits import ReuseSettings
-from csps.services.scheduling.events.slices import own, tokens_on
 from csps.services.scheduling.policies.registry import make_policy
 
 BLOCK = 32
@@ -52,9 +52,11 @@ def test_next_request_receives_what_its_decode_gang_lacks() -> None:
     assert harness.end(first, 10) == range(96)
     second = harness.start_with(hashes(6), 200, 10)
     assert second.reserve.cached == 96
-    assert {part.source for part in second.reserve.slices if part.start < 96} == {first.sequence}
+    assert {part.source for part in second.reserve.message.slices if part.start < 96} == {
+        first.sequence
+    }
     assert harness.scheduler.counts.decode_kv == (96 + 104 + 10) / 1000
-    assert tokens_on(own(second.reserve.slices)) == {DECODE: 104}
+    assert tokens_on(own(second.reserve.message.slices)) == {DECODE: 104}
     commands = harness.turn(*second.joined())
     assert only(commands, cmd.SetGroup) == [cmd.SetGroup(gang=2, joined=(second.sequence,))]
 
@@ -78,7 +80,7 @@ def test_retried_request_computes_all_of_its_prompt() -> None:
     again = sent(harness.wait())
     assert again.request == second.request
     assert again.reserve.cached == 0
-    assert not any(part.source for part in again.reserve.slices)
+    assert not any(part.source for part in again.reserve.message.slices)
     assert not again.step.chunks[0].history
 
 

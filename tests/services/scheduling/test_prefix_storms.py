@@ -11,7 +11,7 @@ from arbitrary_layout_policy import AnyLayout, lay
 from random_executor import RandomCell
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, own
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
@@ -19,9 +19,7 @@ from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import InstanceId, gang_of, instance_id
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
-from csps.services.scheduling.events.slices import own
 from csps.services.scheduling.policies.registry import make_policy
-from csps.services.scheduling.state.ledger import decode_slots
 
 BLOCK = 32
 
@@ -87,8 +85,8 @@ class RetainingCell(RandomCell):
 
     def _reserve(self, command: cmd.Reserve) -> None:
         super()._reserve(command)
-        here = sum(kv_slice.tokens for kv_slice in command.slices if kv_slice.source)
-        self._check_reused(command.sequence_id, command.slices, here)
+        here = sum(kv_slice.tokens for kv_slice in command.message.slices if kv_slice.source)
+        self._check_reused(command.message.sequence_id, command.message.slices, here)
         if self._elastic or command.piggybacked:
             assert here == command.cached, "reused, but not named"
         else:
@@ -108,7 +106,7 @@ class RetainingCell(RandomCell):
             }
             assert named == stored, "history is not where it was left"
             assert chunk.start == reserve.cached + len(stored), "chunks follow one upon another"
-            lay(stored, chunk, command.step, reserve if self._elastic else None)
+            lay(stored, chunk, command.step, reserve.message if self._elastic else None)
             if chunk.retain:
                 self.retain.add(place)
 
@@ -154,20 +152,24 @@ class RetainingCell(RandomCell):
     def _retain(self, gang: int, message: RetainKv) -> None:
         sequence = self.sequences[message.sequence_id]
         reserve, request = sequence.reserve, self.requests[sequence.reserve.request_id]
-        assert reserve.retain, "retained, but it was not to stay"
+        assert reserve.message.retain, "retained, but it was not to stay"
         assert not sequence.freeing, "retained, but it was cancelled"
-        generated = request.generated - (request.output - reserve.output_tokens)
-        computed = reserve.prompt_tokens + max(generated - 1, 0)
-        reused = sum(kv_slice.tokens for kv_slice in reserve.slices if kv_slice.source)
+        generated = request.generated - (request.output - reserve.message.output_tokens)
+        computed = reserve.message.prompt_tokens + max(generated - 1, 0)
+        reused = sum(kv_slice.tokens for kv_slice in reserve.message.slices if kv_slice.source)
         if message.stop > message.start:
             assert reused <= message.start < message.stop <= computed, "retained, not computed"
-        answer = reserve.answer or (
-            KvSlice(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + generated),
+        answer = reserve.message.answer or (
+            KvSlice(
+                reserve.message.master,
+                reserve.message.prompt_tokens,
+                reserve.message.prompt_tokens + generated,
+            ),
         )
         assert not sequence.unreceived or self._elastic, "retained, but not there"
         self.stored[gang, message.sequence_id] = {
             p: kv_slice.instance
-            for kv_slice in (*own(reserve.slices), *answer)
+            for kv_slice in (*own(reserve.message.slices), *answer)
             for p in kv_slice.span.positions
             if message.start <= p < message.stop
         }
@@ -202,7 +204,9 @@ class RetainingCell(RandomCell):
     def _check_unread(self, place: Place, gone: range) -> None:
         reading = [chunk.history for step, _ in self.steps.values() for chunk in step.chunks]
         reading += [
-            sequence.reserve.slices for sequence in self.sequences.values() if sequence.unfreed
+            sequence.reserve.message.slices
+            for sequence in self.sequences.values()
+            if sequence.unfreed
         ]
         for kv_slice in (kv_slice for slices in reading for kv_slice in slices):
             if (gang_of(kv_slice.instance), kv_slice.source) == place:
@@ -223,8 +227,7 @@ class RetainingCell(RandomCell):
     def _check_slots(self) -> None:
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
-            slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
-            used.update({instance: slots[instance] for instance in sequence.unfreed})
+            used.update({instance: sequence.slots[instance] for instance in sequence.unfreed})
         for place in self.retain:
             used.update(self.stored.get(place, {}).values())
         for step, undone in self.steps.values():

@@ -20,9 +20,9 @@ from csps.services.scheduling.deciding.decisions import (
     PlannedChunk,
     PlannedStep,
     Replan,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import instance_id
@@ -100,7 +100,7 @@ def started(made: Line) -> tuple[int, PrefillStep]:
     """The request's sequence, and the one step that the ranks hear of."""
     commands = made.turn(made.submit(500, 10))
     (reserve,), (first,) = only(commands, cmd.Reserve), steps_of(commands)
-    return reserve.sequence_id, first
+    return reserve.message.sequence_id, first
 
 
 def done(step: PrefillStep) -> list[ev.AnyEvent]:
@@ -328,7 +328,7 @@ def test_a_rest_without_slots_beside_the_old_one_is_refused() -> None:
     (reserve,) = only(commands, cmd.Reserve)
     rest = step((P0, P1), 100, 5900)
     with pytest.raises(AssertionError, match="slots of"):
-        made.decide(Replan(sequence_id=reserve.sequence_id, version=0, steps=(rest,)))
+        made.decide(Replan(sequence_id=reserve.message.sequence_id, version=0, steps=(rest,)))
 
 
 class Counting(Tetris):

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, plans, waiting
 from property_examples import examples
 
+from csps.protocols.core.placement import bounds_of, covers_once, tokens_on
 from csps.services.scheduling.deciding.decisions import PlannedChunk, PlannedStep
 from csps.services.scheduling.deciding.step_layout import in_zigzag, rows_of, span_of
 from csps.services.scheduling.events.events import instance_id
-from csps.services.scheduling.events.slices import bounds_of, covers_once, tokens_on
 from csps.services.scheduling.policies.registry import make_policy
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.core.placement import LAYOUTS, KvSlice, Span, place
-from csps.services.scheduling.events.slices import same_placement, within
+from csps.protocols.core.placement import LAYOUTS, KvSlice, Span, place, same_placement, within
 
 placements = st.builds(
     lambda layout, length, parts: place(range(parts), LAYOUTS[layout](length, parts)),

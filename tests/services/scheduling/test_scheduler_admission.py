@@ -317,11 +317,15 @@ def test_admitted_request_is_piggybacked_on_an_idle_gang(
 
 
 def _ridden(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
-    holders = sorted({kv_slice.instance for kv_slice in reserve.slices} | {reserve.master})
+    holders = sorted(
+        {kv_slice.instance for kv_slice in reserve.message.slices} | {reserve.message.master}
+    )
     return [
-        ev.FirstToken(sequence_id=reserve.sequence_id),
-        ev.Finished(sequence_id=reserve.sequence_id, generated_tokens=reserve.output_tokens),
-        *(ev.Freed(sequence_id=reserve.sequence_id, instance=holder) for holder in holders),
+        ev.FirstToken(sequence_id=reserve.message.sequence_id),
+        ev.Finished(
+            sequence_id=reserve.message.sequence_id, generated_tokens=reserve.message.output_tokens
+        ),
+        *(ev.Freed(sequence_id=reserve.message.sequence_id, instance=holder) for holder in holders),
     ]
 
 
@@ -380,8 +384,8 @@ def test_request_with_more_tokens_than_positions_is_not_placed(
     refused = len(only(commands, cmd.Refuse))
 
     def check(reserve: cmd.Reserve) -> None:
-        total = reserve.prompt_tokens + reserve.output_tokens
-        assert total <= longest[gang_of(reserve.master)]
+        total = reserve.message.prompt_tokens + reserve.message.output_tokens
+        assert total <= longest[gang_of(reserve.message.master)]
 
     assert refused + _play(harness, commands, random, check) == len(requests)
 
@@ -400,7 +404,9 @@ def _play(
         for reserve in only(commands, cmd.Reserve):
             check(reserve)
             (step,) = (
-                s for s in steps if any(p.sequence_id == reserve.sequence_id for p in s.chunks)
+                s
+                for s in steps
+                if any(p.sequence_id == reserve.message.sequence_id for p in s.chunks)
             )
             running.append((reserve, _life(reserve, step)))
         if not running:
@@ -420,14 +426,14 @@ def _life(reserve: cmd.Reserve, step: PrefillStep) -> list[ev.AnyEvent]:
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=1000)
         for instance in step.group
     ]
-    sequence = reserve.sequence_id
+    sequence = reserve.message.sequence_id
     received = [
         ev.KvReceived(
             sequence_id=sequence, instance=kv_slice.instance, tokens=kv_slice.stop - kv_slice.start
         )
-        for kv_slice in reserve.slices
+        for kv_slice in reserve.message.slices
     ]
-    holders = sorted(decode_slots(reserve, reserve.output_tokens))
-    finished = ev.Finished(sequence_id=sequence, generated_tokens=reserve.output_tokens)
+    holders = sorted(decode_slots(reserve.message, reserve.message.output_tokens))
+    finished = ev.Finished(sequence_id=sequence, generated_tokens=reserve.message.output_tokens)
     freed = [ev.Freed(sequence_id=sequence, instance=holder) for holder in holders]
     return [*firsts, *done, *received, finished, *freed]

@@ -55,7 +55,7 @@ def submitted(made: SchedulerHarness) -> list[cmd.AnyCommand]:
 def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
     commands = submitted(scripted(CHUNKS))
     first, second, third = steps_of(commands)
-    first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
+    first_id, two = (reserve.message.sequence_id for reserve in only(commands, cmd.Reserve))
     assert first.chunks[0].history == ()
     assert second.chunks[0].history == (KvSlice(P0, 0, 100),)
     history = (
@@ -99,8 +99,11 @@ def test_holders_of_an_answer_have_its_slots() -> None:
     )  # type: ignore[arg-type]
     made.ready()
     (reserve,) = only(made.turn(made.submit(500, 10)), cmd.Reserve)
-    assert reserve.answer[1] == KvSlice(D1, 501, 510, 2)
-    freed = [ev.Freed(sequence_id=reserve.sequence_id, instance=instance) for instance in (D0, D1)]
+    assert reserve.message.answer[1] == KvSlice(D1, 501, 510, 2)
+    freed = [
+        ev.Freed(sequence_id=reserve.message.sequence_id, instance=instance)
+        for instance in (D0, D1)
+    ]
     made.turn(ev.RequestCancelled(request_id=1))
     made.turn(freed[0])
     assert made.scheduler.counts.decode_kv == 5 / 18_000
@@ -112,7 +115,7 @@ def test_slots_of_all_chunks_are_taken_until_the_last_is_computed() -> None:
     made = scripted(CHUNKS)
     commands = submitted(made)
     steps = steps_of(commands)
-    first_id, two = (reserve.sequence_id for reserve in only(commands, cmd.Reserve))
+    first_id, two = (reserve.message.sequence_id for reserve in only(commands, cmd.Reserve))
     done = [
         ev.StepDone(step_id=step.step_id, instance=instance, took_ns=10)
         for step in steps

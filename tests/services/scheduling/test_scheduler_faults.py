@@ -42,7 +42,7 @@ def test_prefill_lost_before_the_first_token_is_retried() -> None:
     again = sent(harness.turn(*replaced_prefill(harness)))
     assert again.request == plan.request
     assert again.sequence > plan.sequence
-    assert (again.reserve.prompt_tokens, again.reserve.output_tokens) == (500, 10)
+    assert (again.reserve.message.prompt_tokens, again.reserve.message.output_tokens) == (500, 10)
 
 
 def test_prefill_lost_after_the_first_token_resumes_with_the_second() -> None:
@@ -52,7 +52,7 @@ def test_prefill_lost_after_the_first_token_resumes_with_the_second() -> None:
     commands = harness.turn(PREFILL_DOWN)
     assert [type(command) for command in commands] == [cmd.Cancel, cmd.Restart]
     again = sent(harness.turn(*replaced_prefill(harness)))
-    assert (again.reserve.prompt_tokens, again.reserve.output_tokens) == (3001, 9)
+    assert (again.reserve.message.prompt_tokens, again.reserve.message.output_tokens) == (3001, 9)
     assert again.step.chunks[0].length == 3001
     harness.turn(*again.joined())
     harness.turn(again.finished(10), *again.freed(), *plan.freed())
@@ -81,8 +81,8 @@ def test_lost_decode_gang_restarts_all_its_sequences(generated: int) -> None:
     assert only(commands, cmd.Cancel) == cancels
     assert len(only(commands, cmd.Restart)) == 1
     again = sent(harness.turn(*plan.steps_done(), *replaced_decode(harness)))
-    assert again.reserve.prompt_tokens == 500 + generated
-    assert again.reserve.output_tokens == 10 - generated
+    assert again.reserve.message.prompt_tokens == 500 + generated
+    assert again.reserve.message.output_tokens == 10 - generated
 
 
 def test_tokens_generated_before_several_faults_add_up() -> None:
@@ -91,11 +91,11 @@ def test_tokens_generated_before_several_faults_add_up() -> None:
     harness.turn(*plan.joined())
     harness.turn(ev.Progress(generated_tokens=((plan.sequence, 4),)), DECODE_DOWN)
     second = sent(harness.turn(*replaced_decode(harness)))
-    assert (second.reserve.prompt_tokens, second.reserve.output_tokens) == (504, 6)
+    assert (second.reserve.message.prompt_tokens, second.reserve.message.output_tokens) == (504, 6)
     harness.turn(*second.joined())
     harness.turn(second.failed(9))
     third = sent(harness.wait())
-    assert (third.reserve.prompt_tokens, third.reserve.output_tokens) == (509, 1)
+    assert (third.reserve.message.prompt_tokens, third.reserve.message.output_tokens) == (509, 1)
 
 
 def test_request_whose_whole_answer_was_delivered_is_over() -> None:
@@ -113,7 +113,7 @@ def test_token_delivered_after_a_fault_of_the_same_round_is_not_sampled_again() 
     commands = harness.turn(DECODE_DOWN, plan.first_token)
     assert len(only(commands, cmd.Restart)) == 1
     again = sent(harness.turn(*plan.steps_done(), *replaced_decode(harness)))
-    assert (again.reserve.prompt_tokens, again.reserve.output_tokens) == (501, 9)
+    assert (again.reserve.message.prompt_tokens, again.reserve.message.output_tokens) == (501, 9)
 
 
 def test_answer_that_ended_after_a_fault_of_the_same_round_is_over() -> None:
@@ -335,7 +335,7 @@ def test_token_delivered_after_a_failure_of_the_same_round_does_not_end_the_paus
     failed_ns = harness.now_ns
     again = sent(harness.wait())
     assert harness.now_ns == failed_ns + PAUSE_NS
-    assert (again.reserve.prompt_tokens, again.reserve.output_tokens) == (503, 7)
+    assert (again.reserve.message.prompt_tokens, again.reserve.message.output_tokens) == (503, 7)
 
 
 def test_request_cancelled_in_its_pause_is_over() -> None:
@@ -362,9 +362,12 @@ def test_refused_slots_do_not_count_as_taken() -> None:
     plan = harness.start(3000)
     refusing = plan.holders[0]
     harness.turn(ev.Freed(sequence_id=plan.sequence, instance=refusing), plan.failed())
-    held = {kv_slice.instance: kv_slice.stop - kv_slice.start for kv_slice in plan.reserve.slices}
+    held = {
+        kv_slice.instance: kv_slice.stop - kv_slice.start
+        for kv_slice in plan.reserve.message.slices
+    }
     left = sum(n for instance, n in held.items() if instance != refusing)
-    left += 10 * (plan.reserve.master != refusing)
+    left += 10 * (plan.reserve.message.master != refusing)
     assert harness.scheduler.counts.decode_kv == left / 18000
 
 
@@ -406,7 +409,7 @@ def test_events_of_a_sequence_after_its_end_are_ignored() -> None:
         harness.turn(plan.first_token, *plan.kv_received(), plan.failed(5), plan.finished(10)) == []
     )
     again = sent(harness.wait())
-    assert again.reserve.prompt_tokens == 500
+    assert again.reserve.message.prompt_tokens == 500
 
 
 # --- deadlines -----------------------------------------------------------------------------------
@@ -565,7 +568,7 @@ def test_silent_decode_gang_that_owes_something_is_reset(owes: str) -> None:
     harness.turn(*plan.joined())
     if owes == "slots":
         harness.turn(plan.finished())
-    assert watch(harness, 28, plan.reserve.master) == []
+    assert watch(harness, 28, plan.reserve.message.master) == []
     assert resets(watch(harness, 40)) == [2]
 
 
@@ -573,7 +576,7 @@ def spread(harness: SchedulerHarness) -> tuple[Sent, int]:
     """Start a sequence on both decode instances; return it and its master."""
     plan = harness.start(3000)
     assert len(plan.holders) == 2
-    return plan, plan.reserve.master
+    return plan, plan.reserve.message.master
 
 
 def test_silent_instance_that_frees_nothing_is_found_while_others_speak() -> None:
@@ -594,7 +597,7 @@ def test_silent_instance_is_found_while_every_attempt_on_the_gang_fails() -> Non
         for plan in [sent(more)] if only(more, cmd.Reserve) else []:
             failed = plan.failed(retryable=False)
             more += harness.turn(failed, *plan.steps_done(), after_ns=4 * SECOND)
-            freed = ev.Freed(sequence_id=plan.sequence, instance=plan.reserve.master)
+            freed = ev.Freed(sequence_id=plan.sequence, instance=plan.reserve.message.master)
             more += harness.turn(freed)
         commands += more
     assert resets(commands) == [2]

@@ -23,12 +23,12 @@ def test_a_request_runs_from_submission_to_its_last_token() -> None:
     assert [type(command) for command in commands] == [cmd.Reserve, cmd.RunStep]
     plan = sent(commands)
     assert plan.step.chunks == (
-        PrefillChunk(plan.sequence, 0, 3000, destinations=plan.reserve.slices),
+        PrefillChunk(plan.sequence, 0, 3000, destinations=plan.reserve.message.slices),
     )
     assert plan.step.bounds == (0, 1500, 3000)
     assert (plan.step.strategy, plan.step.high_priority) == ("ulysses", False)
     assert plan.run.cls == "exact"
-    assert [(kv_slice.start, kv_slice.stop) for kv_slice in plan.reserve.slices] == [
+    assert [(kv_slice.start, kv_slice.stop) for kv_slice in plan.reserve.message.slices] == [
         (0, 1500),
         (1500, 3000),
     ]
@@ -99,7 +99,7 @@ def test_slots_are_reserved_before_the_step_that_fills_them() -> None:
     seen: set[int] = set()
     for command in commands:
         if isinstance(command, cmd.Reserve):
-            seen.add(command.sequence_id)
+            seen.add(command.message.sequence_id)
         elif isinstance(command, cmd.RunStep):
             assert {chunk.sequence_id for chunk in command.step.chunks} <= seen
     assert len(seen) == 4
@@ -142,7 +142,7 @@ def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> N
 def test_answer_of_one_token_reserves_no_decode_slots() -> None:
     harness = SchedulerHarness().ready()
     plan = harness.start(output=1)
-    assert plan.reserve.slices == ()
+    assert plan.reserve.message.slices == ()
     assert reserved(harness) == 0
     harness.scheduler.check_invariants()
     assert harness.turn(plan.finished(1), *plan.steps_done()) == []
@@ -157,7 +157,8 @@ def test_last_token_of_a_restarted_answer_reserves_nothing() -> None:
     harness.turn(*plan.freed())
     again = only(harness.wait(until_ns=harness.now_ns + SECOND), cmd.Reserve)
     assert [
-        (command.prompt_tokens, command.output_tokens, command.slices) for command in again
+        (command.message.prompt_tokens, command.message.output_tokens, command.message.slices)
+        for command in again
     ] == [(509, 1, ())]
 
 
@@ -254,10 +255,12 @@ def test_request_of_a_batch_is_cancelled_alone() -> None:
     (run,), (first, other) = only(commands, cmd.RunStep), only(commands, cmd.Reserve)
     assert [chunk.length for chunk in run.step.chunks] == [50, 40]
     assert harness.turn(ev.RequestCancelled(request_id=first.request_id)) == [
-        cmd.Cancel(sequence_id=first.sequence_id, gangs=(1, 2))
+        cmd.Cancel(sequence_id=first.message.sequence_id, gangs=(1, 2))
     ]
     left = Sent(other, run)
-    assert harness.turn(*left.joined()) == [cmd.SetGroup(gang=2, joined=(other.sequence_id,))]
+    assert harness.turn(*left.joined()) == [
+        cmd.SetGroup(gang=2, joined=(other.message.sequence_id,))
+    ]
     harness.turn(left.finished(), *left.freed(), *Sent(first, run).freed())
     assert harness.scheduler.counts == (0, 0, 0.0, 0.0)
 

@@ -94,6 +94,16 @@ def test_sequence_is_moved_again_only_when_it_has_moved() -> None:
     assert used(harness) == [5 + OUTPUT, 5, 0]
 
 
+def test_two_moves_of_one_sequence_in_one_round_are_refused_before_either_begins() -> None:
+    harness, plan = decoding()
+    policy = harness.scheduler._policy
+    once = policy.decide
+    policy.decide = lambda view: list(once(view)) * 2  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match=f"two moves of sequence {plan.sequence}"):
+        harness.turn(harness.submit())
+    assert used(harness) == [5 + OUTPUT, 5, 0]
+
+
 def test_moving_sequence_has_slots_in_both_places() -> None:
     harness, plan = decoding()
     assert used(harness) == [5 + OUTPUT, 5, 0]

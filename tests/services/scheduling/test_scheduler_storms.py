@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from random_executor import RandomCell
-from scheduler_harness import messages
+from random_executor import MS, RandomCell
+from scheduler_harness import messages, only
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.configurator.costs.latency import StepCost
 from csps.configurator.costs.latency_tables import SHIPPED
 from csps.protocols.gang.step_messages import MoveSequence
 from csps.services.scheduling.core.scheduler import Scheduler
-from csps.services.scheduling.events.limits import QueueLimits
+from csps.services.scheduling.events.commands import ResetGang
+from csps.services.scheduling.events.limits import QueueLimits, SchedulerDeadlines
 from csps.services.scheduling.policies.registry import make_policy
 
 SPREAD = {"spread_tokens": 700, "max_batch": 6}
@@ -40,12 +41,19 @@ MOVES = replace(
 """Moving takes no time beside prompts, so that it pays."""
 
 
-def storm(seed: int) -> RandomCell:
+IMPATIENT = SchedulerDeadlines(
+    prefill_liveness_ns=400 * MS, decode_liveness_ns=400 * MS, liveness_check_ns=50 * MS
+)
+"""Gangs of random ranks are silent for longer now and then, and are reset."""
+
+
+def storm(seed: int, deadlines: SchedulerDeadlines | None = None) -> RandomCell:
     name, options, gangs = POLICIES[seed % len(POLICIES)]
     scheduler = Scheduler(
         make_policy(name, options),
         Costs(CostTable(latencies=MOVES if gangs == "moving" else Unmeasured())),
         limits=QueueLimits(max_waiting=8, max_waiting_tokens=30_000),
+        deadlines=deadlines,
     )
     faults = (0.0, 0.05, 0.3)[seed // len(POLICIES) % 3]
     cell = RandomCell(scheduler, seed, faults=faults, elastic=gangs != "pair")
@@ -59,6 +67,12 @@ def storm(seed: int) -> RandomCell:
 @pytest.mark.parametrize("seed", range(240))
 def test_storm_loses_nothing(seed: int) -> None:
     storm(seed)
+
+
+def test_storms_with_resets_lose_nothing() -> None:
+    """Gangs are reset in the same round in which sequences join them, and steps are sent."""
+    cells = [storm(seed, IMPATIENT) for seed in range(6 * len(POLICIES))]
+    assert sum(len(only(cell.commands, ResetGang)) for cell in cells) > 50
 
 
 def test_sequences_move_in_storms() -> None:

@@ -39,7 +39,7 @@ class LayoutCell(RandomCell):
             positions = range(chunk.start, chunk.start + chunk.length)
             assert [p for p, _ in computed] == list(positions), "not each position once"
             reserve = self.sequences[chunk.sequence_id].reserve
-            lay(stored, chunk, step, reserve if self._elastic else None)
+            lay(stored, chunk, step, reserve.message if self._elastic else None)
             assert set(stored.values()) | {instance for _, instance in computed} <= set(step.group)
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trace_slices import by_row, crossings, rank_trace
 
-from csps.actors.timing.timeline import Event
+from csps.actors.timing.timeline import PhaseEvent
 from csps.services.telemetry.traces.perfetto import Slice, process_trace
 
 HOUR_NS = 3_600_000_000_000
@@ -16,9 +16,9 @@ HOUR_NS = 3_600_000_000_000
 
 def test_a_trace_has_a_row_for_computing_and_for_each_kind_of_transfer() -> None:
     events = [
-        Event("attention", 2_000, 5_000, 1, 2, 3),
-        Event("first all-to-all", 1_000, 4_000, 1, 2, 0),
-        Event("wait", 5_000, 6_000),
+        PhaseEvent("attention", 2_000, 5_000, 1, 2, 3),
+        PhaseEvent("first all-to-all", 1_000, 4_000, 1, 2, 0),
+        PhaseEvent("wait", 5_000, 6_000),
     ]
     trace = json.loads(json.dumps(rank_trace(events)))
     assert {row["pid"] for row in trace} == {700}
@@ -30,8 +30,11 @@ def test_a_trace_has_a_row_for_computing_and_for_each_kind_of_transfer() -> None
 
 
 def test_exchanges_begun_together_and_ended_in_turn_have_a_row_each() -> None:
-    events = [Event("first all-to-all", begin, 7_000 + begin, 0, begin) for begin in (1, 2, 3)]
-    events += [Event("first all-to-all", 7_001, 8_000, 1, 1), Event("all-gather", 2, 9_000, 1)]
+    events = [PhaseEvent("first all-to-all", begin, 7_000 + begin, 0, begin) for begin in (1, 2, 3)]
+    events += [
+        PhaseEvent("first all-to-all", 7_001, 8_000, 1, 1),
+        PhaseEvent("all-gather", 2, 9_000, 1),
+    ]
     levels = {
         row: [kv_slice["args"]["level"] for kv_slice in slices]
         for (_, row), slices in by_row(rank_trace(reversed(events))).items()

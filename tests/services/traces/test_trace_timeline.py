@@ -16,9 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from trace_slices import by_row, crossings
 
-from csps.actors.engine import step_trace as engine_export
-from csps.actors.engine.step_trace import SentBytes
-from csps.actors.timing.timeline import Event, StepClock
+from csps.actors.timing import timeline as engine_export
+from csps.actors.timing.timeline import PhaseEvent, SentBytes, StepClock
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.span_file import SpanFile
@@ -31,18 +30,11 @@ STATE = {"tracestate": "vendor=7,csps=timeline"}
 TIMELINE = {**SAMPLED, **STATE}
 MS = 1_000_000
 EVENTS = (
-    Event("qkv", 1 * MS, 2 * MS, 0),
-    Event("first all-to-all", 2 * MS, 6 * MS, 0, 2, 1),
-    Event("attention", 2 * MS, 5 * MS, 0, 1, cpu_ns=2 * MS),
-    Event("wait", 5 * MS, 6 * MS, 0, 2, 1),
+    PhaseEvent("qkv", 1 * MS, 2 * MS, 0),
+    PhaseEvent("first all-to-all", 2 * MS, 6 * MS, 0, 2, 1),
+    PhaseEvent("attention", 2 * MS, 5 * MS, 0, 1, cpu_ns=2 * MS),
+    PhaseEvent("wait", 5 * MS, 6 * MS, 0, 2, 1),
 )
-
-
-class CountingMesh:
-    """Part of a mesh that a step's span reads."""
-
-    def __init__(self) -> None:
-        self.bytes_sent = [7, 7]
 
 
 class Written:
@@ -75,14 +67,14 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written
 def _run_job(carrier: dict[str, str], *, rank: int = 0) -> StepClock:
     """Run a step that does what EVENTS say, if anybody listens."""
     job = PrefillStep(step_id=3, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=carrier)
-    clock, mesh = StepClock(), CountingMesh()
+    clock, bytes_sent = StepClock(), [7, 7]
     timeline = clock.timeline  # as a strategy keeps it from before the job begins
-    sent = SentBytes(mesh)  # type: ignore[arg-type]
+    sent = SentBytes(bytes_sent)
     with engine_export.traced_step(job, clock, sent, rank=rank):
         for event in EVENTS:
             timeline.add(event)
-        mesh.bytes_sent[1 - rank] += 1000
-        mesh.bytes_sent[rank] += 10
+        bytes_sent[1 - rank] += 1000
+        bytes_sent[rank] += 10
         clock.communication_s, clock.exchange_s = 0.001, 0.004
     return clock
 
@@ -112,7 +104,7 @@ def test_nothing_is_recorded_of_a_step_that_is_not_sampled(
 def test_an_untraced_step_inside_a_traced_one_records_nothing(written: Written) -> None:
     """A high-priority step runs inside the span of the step that it preempts."""
     outer = PrefillStep(step_id=2, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=TIMELINE)
-    sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
+    sent = SentBytes([7, 7])
     with engine_export.traced_step(outer, StepClock(), sent, rank=0):
         inner = _run_job({})
     assert not inner.timeline.on
@@ -133,7 +125,7 @@ def test_a_trace_without_a_timeline_has_only_the_steps_costs(
 
 def test_a_step_that_fails_records_the_error(written: Written) -> None:
     job = PrefillStep(step_id=3, group=(0,), bounds=(0, 2), chunks=(), trace=SAMPLED)
-    sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
+    sent = SentBytes([7, 7])
     with (
         pytest.raises(KeyError),
         engine_export.traced_step(job, StepClock(), sent, rank=0),

@@ -11,14 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from free_ports import free_port
 
 from csps.protocols.core.errors import ConfigError, FaultError
 from csps.services.launch import serve_command
-from csps.services.launch.deploy_config import read_config
+from csps.services.launch.deploy_config import DeployConfig
 from csps.services.launch.trace_command import main
-from csps.services.launch.trace_ui import phoenix, pointed_at
+from csps.services.launch.trace_ui import phoenix
 
 ROOT = Path(__file__).resolve().parents[3]
 STAND_IN = f"""#!{sys.executable}
@@ -76,19 +75,6 @@ def test_a_viewer_of_somebody_else_is_neither_used_nor_ended(tmp_path: Path, whi
         assert httpx.get(f"{url}/healthz").status_code == 200
 
 
-def test_the_server_is_the_same_but_for_its_endpoint(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    made = pointed_at(ROOT / "config.yaml", "http://127.0.0.1:6006", run_dir=tmp_path / "run")
-    before, after = read_config(ROOT / "config.yaml"), read_config(made)
-    assert after.settings.telemetry.otlp_endpoint == "http://127.0.0.1:6006/v1/traces"
-    telemetry = before.settings.telemetry
-    assert after.settings.model_copy(update={"telemetry": telemetry}) == before.settings
-    assert after.url == before.url
-    (tmp_path / "empty.yaml").write_text(yaml.safe_dump({}))
-    with pytest.raises(ConfigError, match=r"empty.yaml: not the configuration"):
-        pointed_at(tmp_path / "empty.yaml", "http://127.0.0.1:6006", run_dir=tmp_path / "run")
-
-
 @pytest.fixture
 def own_ending() -> Iterator[None]:
     """Return what SIGTERM does here once a test is over."""
@@ -104,7 +90,9 @@ def test_sigterm_ends_the_viewer_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shutil.copy(ROOT / "config.yaml", tmp_path)
     viewer, port = program(tmp_path, STAND_IN), free_port()
 
-    def serve(*_: Any, **__: Any) -> None:
+    def serve(config: DeployConfig, **_: Any) -> None:
+        traces = config.settings.telemetry.otlp_endpoint
+        assert traces == f"http://127.0.0.1:{port}/v1/traces"
         assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
         signal.raise_signal(signal.SIGTERM)
 

@@ -18,13 +18,11 @@ from itertools import groupby
 from csps.configurator.costs.cost_table import EXACT, BestOption, Costs
 from csps.protocols.attention.plan import AUTO
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import KvSlice, round_robin
+from csps.protocols.core.placement import KvSlice, level_sizes, own, round_robin, tokens_on
 from csps.protocols.core.topology import GroupShape
-from csps.services.scheduling.deciding.decisions import PiggybackPlan, StartPlan
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import PiggybackPlan, SchedulerView, StartPlan
 from csps.services.scheduling.deciding.step_layout import rows_of
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import level_sizes, own, tokens_on
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     Piggybacking,

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from csps.services.scheduling.deciding.decisions import Blocked, Decision, WakeAt
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, SchedulerView, WakeAt
 from csps.services.scheduling.policies.context_parallel.pair import (
     ContextParallelOptions,
     ContextParallelPair,

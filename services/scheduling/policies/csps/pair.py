@@ -14,10 +14,9 @@ from enum import IntEnum
 from itertools import islice
 
 from csps.configurator.costs.cost_table import EXACT, BestOption
-from csps.services.scheduling.deciding.decisions import PiggybackPlan, StartPlan
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.protocols.core.placement import level_sizes
+from csps.services.scheduling.deciding.decisions import PiggybackPlan, SchedulerView, StartPlan
 from csps.services.scheduling.events.events import RequestId
-from csps.services.scheduling.events.slices import level_sizes
 from csps.services.scheduling.policies.csps.locality import CandidateGroup, LocalityAllocator
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from csps.services.scheduling.deciding.decisions import Blocked, Decision, WakeAt
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import Blocked, Decision, SchedulerView, WakeAt
 from csps.services.scheduling.policies.csps.pair import CspsOptions, CspsPair, StartResult
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,

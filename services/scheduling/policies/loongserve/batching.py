@@ -283,7 +283,7 @@ def pruned(
     """Return the batching within Eq. 6's lower bounds on the cut of the last batch.
 
     Eq. 6 prunes the search to O((n + m)^2), but does not always hold: its bounds were wrong in one
-    of seven random cases. `regret` compares the result with `plain`.
+    of seven random cases (`plain` is exact).
     """
     n, m = len(lengths), len(slots)
     table = _Costs(lengths, slots, model, objective)
@@ -312,11 +312,6 @@ def _traced(split_knz: NDArray[np.int64], k: int, n: int, cost: float) -> Batchi
         batches.append(RequestBatch(first, n, begin, k))
         n, k = first, begin
     return Batching(tuple(reversed(batches)), cost)
-
-
-def regret(found: Batching, best: Batching) -> float:
-    """Return the excess cost of a batching as a share of the best cost."""
-    return found.cost / best.cost - 1
 
 
 def _one_batch(table: _Costs, n: int, m: int) -> Batching | None:

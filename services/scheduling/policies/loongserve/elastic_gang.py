@@ -17,18 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 
-from csps.protocols.core.placement import KvSlice, place, striped
+from csps.protocols.core.placement import KvSlice, bounds_of, level_sizes, place, striped, tokens_on
 from csps.services.scheduling.deciding.decisions import (
     Decision,
     DecodePlacement,
     PlannedChunk,
     PlannedStep,
+    SchedulerView,
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import bounds_of, level_sizes, tokens_on
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveCosts
 from csps.services.scheduling.policies.loongserve.batching import Dispatcher
 from csps.services.scheduling.policies.loongserve.inputs import (

@@ -22,10 +22,10 @@ from csps.services.scheduling.deciding.decisions import (
     Bypassed,
     Decision,
     MovePlan,
+    SchedulerView,
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.events.events import InstanceId, RequestId, SequenceId
 from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate, moves
 from csps.services.scheduling.policies.loongserve.batching import (

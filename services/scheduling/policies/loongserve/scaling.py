@@ -18,7 +18,7 @@ from collections.abc import Sequence as Many
 from itertools import accumulate
 from typing import NamedTuple
 
-from csps.protocols.core.placement import KvSlice, place, striped
+from csps.protocols.core.placement import KvSlice, place, striped, tokens_on
 from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
     MovePlan,
@@ -27,7 +27,6 @@ from csps.services.scheduling.deciding.decisions import (
     StartPlan,
 )
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import tokens_on
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveNs, targets_of
 from csps.services.scheduling.policies.loongserve.inputs import (
     DecodeGroup,

@@ -20,11 +20,10 @@ import msgspec
 from csps.configurator.costs.cost_table import EXACT, Costs
 from csps.protocols.attention.plan import AUTO
 from csps.protocols.core.errors import ConfigError, abridged
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, level_sizes, own, shifted, tokens_on
 from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import DecodePlacement, PiggybackPlan
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import level_sizes, own, shifted, tokens_on
 from csps.services.scheduling.state.state import Cached, Gang, Request
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from csps.configurator.costs.cost_table import Costs
+from csps.protocols.core.placement import bounds_of, level_sizes
 from csps.protocols.core.topology import GroupShape, Location
 from csps.services.scheduling.deciding.decisions import (
     DecodePlacement,
@@ -28,7 +29,6 @@ from csps.services.scheduling.deciding.decisions import (
 from csps.services.scheduling.deciding.step_layout import in_zigzag
 from csps.services.scheduling.events.events import InstanceId, StepId
 from csps.services.scheduling.events.limits import preemption_delay
-from csps.services.scheduling.events.slices import bounds_of, level_sizes
 from csps.services.scheduling.policies.rounds.decode_overlay import Placed, check_least
 from csps.services.scheduling.state.state import (
     Cached,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from csps.configurator.costs.cost_table import Costs, StepLatency
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, bounds_of, level_sizes, outside, own, tokens_on
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.deciding.decisions import (
     Blocked,
@@ -31,12 +31,11 @@ from csps.services.scheduling.deciding.decisions import (
     PlannedChunk,
     PlannedStep,
     Replan,
+    SchedulerView,
     StartPlan,
 )
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
 from csps.services.scheduling.deciding.step_layout import in_layout, rows_of
 from csps.services.scheduling.events.events import InstanceId
-from csps.services.scheduling.events.slices import bounds_of, level_sizes, outside, own, tokens_on
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,

@@ -107,7 +107,10 @@ class Watched:
     def instances(self, request: int) -> list[int]:
         """That decode a request."""
         (found,) = [command for command in self.reserved if command.request_id == request]
-        named = {found.master, *(kv_slice.instance for kv_slice in (*found.slices, *found.answer))}
+        named = {
+            found.message.master,
+            *(kv_slice.instance for kv_slice in (*found.message.slices, *found.message.answer)),
+        }
         return sorted(map(index_of, named))
 
 
@@ -166,7 +169,7 @@ def test_an_answer_grows_over_what_its_prompt_has_left() -> None:
 
 def test_many_rows_have_several_masters() -> None:
     watched = Watched([arrival(0, 20, 50) for _ in range(12)], scale_up_batch=3, tipping_tokens=900)
-    masters = [index_of(reserve.master) for reserve in watched.reserved]
+    masters = [index_of(reserve.message.master) for reserve in watched.reserved]
     counts = sorted(masters.count(master) for master in set(masters))
     assert counts[-1] - counts[0] <= 1
     assert len(counts) > 1
@@ -243,7 +246,7 @@ def test_groups_become_one_for_a_prompt_that_waits() -> None:
     watched = Watched(arrivals, two)
     (move,) = watched.moves
     (elsewhere,) = {kv_slice.instance for kv_slice in (*move.after.slices, *move.after.answer)}
-    first, second, third = watched.reserved
+    first, second, third = (reserve.message for reserve in watched.reserved)
     assert first.master != second.master == elsewhere or second.master != first.master == elsewhere
     step = watched.steps[-1]
     assert third.sequence_id in [chunk.sequence_id for chunk in step.chunks]
@@ -271,9 +274,12 @@ def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well()
     decoded = [(0, 2_500, 600), (600, 100, 3_500), (700, 50, 300), (750, 60, 300)]
     arrivals = [arrival(*numbers) for numbers in (*decoded, (800, 3_000, 5))]
     watched = Watched(arrivals, cluster(slots=10_000, **LINKS))
-    first, second, third, fourth = (reserve.master for reserve in watched.reserved[:4])
+    first, second, third, fourth = (reserve.message.master for reserve in watched.reserved[:4])
     moves = {move.sequence_id: move.after.master for move in watched.moves}
-    expected = {watched.reserved[0].sequence_id: second, watched.reserved[2].sequence_id: fourth}
+    expected = {
+        watched.reserved[0].message.sequence_id: second,
+        watched.reserved[2].message.sequence_id: fourth,
+    }
     assert moves == expected
     assert set(watched.steps[-1].group) == {first, third}
 
@@ -291,16 +297,17 @@ def test_another_instance_samples_for_some_when_it_becomes_idle(given: bool) -> 
         decode = {1: [1e-2, 0.0, 1e-3], 2: [1.3e-2, 0.0, 0.0]}
         two = cluster(instances=2, decode=decode, **FAST)
     masters = [
-        reserve.master for reserve in Watched([arrival(0, 20, 9)] * 12, two, **options).reserved
+        reserve.message.master
+        for reserve in Watched([arrival(0, 20, 9)] * 12, two, **options).reserved
     ]
     ends_early = masters[0]
     arrivals = [arrival(0, 20, 20 if master == ends_early else 200) for master in masters]
     watched = Watched(arrivals, two, **options)
     moves = watched.moves
-    reserved = {reserve.sequence_id: reserve for reserve in watched.reserved}
+    reserved = {reserve.message.sequence_id: reserve for reserve in watched.reserved}
     assert len(moves) == 3
     for move in moves:
-        before = reserved[move.sequence_id]
+        before = reserved[move.sequence_id].message
         assert before.master != move.after.master == ends_early
         assert move.after.slices == before.slices
         staying = [kv_slice for kv_slice in move.after.answer if kv_slice.instance == before.master]

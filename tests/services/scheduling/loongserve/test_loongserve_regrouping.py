@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from csps.configurator.costs.cost_table import LARGEST_BATCH, CostTable, Unmeasured
 from csps.configurator.costs.latency import DecodeCost, LatencyKey, LinearDecodeCost
 from csps.configurator.costs.latency_tables import SHIPPED
-from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.placement import KvSlice, tokens_on
 from csps.protocols.core.topology import Location
-from csps.services.scheduling.events.slices import tokens_on
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveCosts
 from csps.services.scheduling.policies.loongserve.inputs import (
     DecodeGroup,

@@ -6,8 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.core.placement import LAYOUTS, KvSlice, place
-from csps.services.scheduling.events.slices import outside, tokens_on
+from csps.protocols.core.placement import LAYOUTS, KvSlice, outside, place, tokens_on
 from csps.services.scheduling.policies.tetris.policy import balancing_moves
 
 

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, plans, waiting
 
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import Span, outside, tokens_on, within
 from csps.services.scheduling.deciding.decisions import Blocked, StartPlan, digest_of
 from csps.services.scheduling.deciding.step_layout import histories_of
 from csps.services.scheduling.events.events import index_of
-from csps.services.scheduling.events.slices import outside, tokens_on, within
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
 from csps.services.scheduling.policies.tetris.options import ImprovementRates, TetrisOptions
 from csps.services.scheduling.policies.tetris.policy import Tetris

@@ -1,0 +1,201 @@
+"""Grammars that answers follow, by llguidance.
+
+llguidance parses an answer's bytes and says which tokens may come next, in some 50 microseconds for
+a vocabulary of 150,000. It compiles a grammar while it is used. xgrammar would compile it ahead, in
+up to seconds for a large schema, and needs transformers.
+
+A state of a grammar is a function of the tokens that it has taken. So nothing of it is ever sent:
+whoever samples an answer's next token rebuilds it from the tokens before.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from numpy.typing import NDArray
+
+from csps.models.network.checkpoint_json import InvalidTextError, read_eos_token_ids
+
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+)
+"""Bounds of what a client's grammar may cost: some 30 ms to compile the expressions of a grammar,
+15 ms and 5 MB for a token. Memory is 2 KB for a state."""
+
+
+class Grammars:
+    """Makes the states of grammars for one checkpoint's tokenizer. Thread-safe.
+
+    Args:
+        vocab: token ids that the model embeds.
+    """
+
+    def __init__(self, model_dir: Path, vocab: int) -> None:
+        self._model_dir, self._vocab = model_dir, vocab
+        self._reading = threading.Lock()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """Vocabulary by bytes; reading it takes a second for one of 150,000."""
+        text = (self._model_dir / "tokenizer.json").read_text(encoding="utf-8")
+        ends = read_eos_token_ids(self._model_dir)
+        return LLTokenizer(text, eos_token=ends[0] if ends else None)
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar once.
+
+        Raises:
+            InvalidTextError: it is none, or takes more than `LIMITS`.
+        """
+        self.state(grammar)
+
+    def state(self, grammar: str, answered: Sequence[int] = ()) -> GrammarState:
+        """Return the state of a grammar after some tokens.
+
+        Raises:
+            InvalidTextError: the tokens are not a beginning of what it allows.
+        """
+        with self._reading:
+            tokenizer = self._tokenizer
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        state = GrammarState(matcher, self._vocab, tokenizer.eos_token)
+        for token in answered:
+            state.advance(token)
+        return state
+
+
+class GrammarState:
+    """What may follow the tokens that one answer has so far.
+
+    Args:
+        own_end: token that llguidance takes for the end.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab: int, own_end: int) -> None:
+        self._matcher, self._vocab, self._own_end = matcher, vocab, own_end
+        self._check()
+
+    def advance(self, token: int) -> None:
+        """Append a token to the answer.
+
+        Raises:
+            InvalidTextError: the grammar does not allow it.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the answer may end here."""
+        return self._matcher.is_accepting()
+
+    def allowed(self, ends: Iterable[int]) -> NDArray[np.bool_]:
+        """Return (vocab,): which tokens may come next.
+
+        Args:
+            ends: tokens that end the answer, which are allowed where it may end.
+
+        Raises:
+            InvalidTextError: the grammar is too complex.
+        """
+        allowed_v = np.zeros(self._vocab, np.bool_)
+        if not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            known = np.unpackbits(bits, count=None, bitorder="little")[: self._vocab]
+            allowed_v[: len(known)] = known
+            self._check()
+        complete = self.complete
+        allowed_v[self._own_end : self._own_end + 1] = False  # requests have ends of their own
+        for token in ends:
+            if token < self._vocab:
+                allowed_v[token] = complete
+        return allowed_v
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().strip().splitlines()
+            raise InvalidTextError(f"the grammar cannot be followed: {reason[0] if reason else ''}")
+
+
+# --- making grammars ---------------------------------------------------------------------------
+
+ONE_SPACE = "[ ]?"
+"""Whitespace between the parts of JSON, by default. A model that may write any number of blanks and
+lines may write nothing else until its answer is cut."""
+
+
+def lark_grammar(text: str) -> str:
+    """Return a grammar in llguidance's variant of Lark's syntax."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def json_grammar(schema: Any, whitespace: str | None = None) -> str:
+    """Return the grammar of JSON that a schema allows.
+
+    Args:
+        whitespace: regular expression of whitespace between the parts; None is `ONE_SPACE`.
+    """
+    return lark_grammar(f"start: {json_rule(schema, whitespace)}")
+
+
+def json_rule(schema: Any, whitespace: str | None = None) -> str:
+    """Return an expression, for a rule of a grammar, of JSON that a schema allows."""
+    if not isinstance(schema, dict):
+        schema = {"allOf": [schema]}
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if whitespace != "":
+        options = {"whitespace_pattern": ONE_SPACE if whitespace is None else whitespace}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def choice_grammar(words: Sequence[str]) -> str:
+    """Return the grammar of one of some strings."""
+    return lark_grammar("start: " + " | ".join(map(literal, words)))
+
+
+def regex_grammar(expression: str) -> str:
+    """Return the grammar of a regular expression, which matches the whole answer."""
+    return str(LLMatcher.grammar_from_regex(expression))
+
+
+def any_grammar(text: str) -> str:
+    """Return a grammar that a client wrote, in Lark's syntax or llama.cpp's.
+
+    Raises:
+        InvalidTextError: it is in neither.
+    """
+    try:
+        return str(grammar_from("grammar", text))
+    except Exception as error:  # the converter fails in many ways
+        raise InvalidTextError(f"the grammar cannot be read: {error}") from error
+
+
+def after_reasoning(grammar: str, *, begun: bool) -> str:
+    """Return a grammar that allows reasoning before what `grammar` allows.
+
+    Args:
+        begun: the prompt ends within the reasoning.
+    """
+    first, *others = json.loads(grammar)["grammars"]
+    think = "think" if begun else "think?"
+    head = "" if begun else "<think>"
+    text = f"start: {think} GAP @answer\nthink[lazy]: /{head}(?s:.*)<\\/think>/\nGAP: /\\n{{0,2}}/"
+    named = {**first, "name": "answer"}
+    return json.dumps({"grammars": [{"lark_grammar": text}, named, *others]})
+
+
+def literal(text: str) -> str:
+    """Return an expression, for a rule of a grammar, of a text."""
+    return json.dumps(text)

@@ -1,0 +1,316 @@
+"""Predict the bytes that ranks take, and choose how many KV slots fit.
+
+Weights are measured in the headers of the checkpoint, and KV is counted from the model's shape. The
+temporaries of a step are an estimate from above: of the code that allocates them, not of an
+allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from csps.models.checkpoints.loading import WeightSizes, measure_weights
+from csps.models.network.network import CPU_BLOCK_TOKENS, EXPERT_BLOCK_TOKENS, GPU_BLOCK_TOKENS
+from csps.models.network.spec import ModelSpec, read_spec, tp_shard_of
+from csps.protocols.core.errors import ConfigError
+from csps.protocols.gang.members import GangRole
+from csps.services.planning.machine import GIB, main_memory
+from csps.services.settings.devices import resolve_device
+from csps.services.settings.settings import Settings
+
+RAY_BYTES = 7 * GIB // 8
+"""Ray and its dashboard. This and the next two are measured, with common pages divided, rounded
+up."""
+SHELL_BYTES = 3 * GIB // 4
+"""Reverse proxy, router, configurator and registry."""
+RANK_BYTES = GIB // 4
+"""Python and torch of one rank, without the parts counted below."""
+GPU_BYTES = 3 * GIB // 2
+"""CUDA, NCCL's buffers and compiled kernels on a GPU. Not measured: no GPU has been at hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNeed:
+    """Bytes of one rank on its device, by purpose."""
+
+    weights: int
+    slot: int
+    """Bytes of one KV slot: keys and values of a token in all layers."""
+    slots: int
+    token: int
+    """Bytes of temporaries for each token of a step; 0 if the rank computes no prompts."""
+    temporaries: int
+    """Bytes of the temporaries that are bounded by blocks of tokens."""
+    fixed: int
+    """Bytes of the process, or of the device's libraries."""
+    kv_transfer: int
+    """Bytes of main memory for KV in transfer between gangs, on a GPU as well."""
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot
+
+    @property
+    def activations(self) -> int:
+        """Bytes of a step whose tokens fill the slots."""
+        return self.slots * self.token + self.temporaries
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device; those for transfers only if it is a CPU."""
+        return self.weights + self.kv_cache + self.activations + self.fixed
+
+    @property
+    def without_slots(self) -> int:
+        """Bytes before the first slot."""
+        return self.weights + self.temporaries + self.fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A number in the settings, and the bytes that it stands for."""
+
+    name: str
+    value: int
+    bytes: int
+
+    def remedy(self, excess: int) -> str:
+        """Return what to do to need so many bytes less."""
+        fitting = self.value * (self.bytes - excess) // self.bytes
+        most = f"at most {fitting} fit" if fitting > 0 else "lower it"
+        return f"{self.name} is {self.value}, {most}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Bytes of main memory by purpose, all ranks together."""
+
+    ranks: int
+    """Number of ranks, not bytes."""
+    ray: int = 0
+    """Bytes of Ray itself; 0 if it runs already."""
+    weights: int = 0
+    kv_cache: int = 0
+    """Bytes of all slots. The system backs a slot when it is first written: a server starts with
+    less, and would be killed on the way to its full load."""
+    activations: int = 0
+    """Bytes for a prompt that fills the prefill slots."""
+    kv_transfer: int = 0
+    """Bytes for KV in transfer between gangs."""
+    largest: Setting | None = None
+    """The setting that most of it is for."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        lasting = self.processes + self.weights + self.kv_cache
+        return lasting + self.activations + self.kv_transfer
+
+    @property
+    def processes(self) -> int:
+        """Bytes in use before any weight is loaded."""
+        return self.ray + SHELL_BYTES + self.ranks * RANK_BYTES
+
+    @property
+    def breakdown(self) -> str:
+        """The need in words, GiB each."""
+        return (
+            f"Ray and {self.ranks} ranks {self.processes / GIB:.1f}, "
+            f"weights {self.weights / GIB:.1f}, KV cache {self.kv_cache / GIB:.1f}, "
+            f"activations {self.activations / GIB:.1f}, "
+            f"KV in transfer {self.kv_transfer / GIB:.1f}"
+        )
+
+    def __add__(self, other: MemoryNeed) -> MemoryNeed:
+        return MemoryNeed(
+            ranks=self.ranks + other.ranks,
+            weights=self.weights + other.weights,
+            kv_cache=self.kv_cache + other.kv_cache,
+            activations=self.activations + other.activations,
+            kv_transfer=self.kv_transfer + other.kv_transfer,
+            largest=max(
+                filter(None, (self.largest, other.largest)), key=lambda one: one.bytes, default=None
+            ),
+        )
+
+
+def memory_need(settings: Settings, *, ray_runs: bool = False) -> MemoryNeed:
+    """Return the need of all gangs and of everything around them.
+
+    Args:
+        ray_runs: Ray runs already, and its memory is in use.
+
+    Raises:
+        ConfigError: the model cannot be served.
+    """
+    need = MemoryNeed(ranks=0)
+    for role in settings.gangs:
+        need += _gang_need(role, settings)
+    return need if ray_runs else replace(need, ray=RAY_BYTES)
+
+
+def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
+    section = settings.gangs[role]
+    ranks = section.ranks
+    transfers = ranks * _transfer_bytes(role, settings)
+    in_flight = Setting(
+        name="kv_transfer.in_flight_mib",
+        value=settings.kv_transfer.in_flight_mib,
+        bytes=transfers,
+    )
+    if on_gpus(role, settings):
+        # The rest lies in the GPUs' own memory.
+        return MemoryNeed(ranks=ranks, kv_transfer=transfers, largest=in_flight)
+    rank = rank_need(role, settings)
+    slots, copies = ranks * rank.slots * (rank.slot + rank.token), ranks * rank.without_slots
+    largest = max(
+        in_flight,
+        Setting(name=f"{role}.kv_slots", value=rank.slots, bytes=slots),
+        Setting(name=f"{role}.instances", value=section.instances, bytes=copies),
+        key=lambda setting: setting.bytes,
+    )
+    return MemoryNeed(
+        ranks=ranks,
+        weights=ranks * rank.weights,
+        kv_cache=ranks * rank.kv_cache,
+        activations=ranks * rank.slots * rank.token,
+        kv_transfer=transfers,
+        largest=largest,
+    )
+
+
+def on_gpus(role: GangRole, settings: Settings) -> bool:
+    """Return True if the ranks of a gang compute on GPUs."""
+    return resolve_device(settings.device, settings.gangs[role].num_gpus) != "cpu"
+
+
+def rank_need(role: GangRole, settings: Settings, *, gpu_bytes: int | None = None) -> RankNeed:
+    """Return the need of one rank.
+
+    Args:
+        gpu_bytes: memory of each GPU, if ranks compute on GPUs.
+
+    Raises:
+        ConfigError: the model cannot be served, or leaves no room for KV.
+    """
+    need = _without_slots(role, settings, on_gpu=gpu_bytes is not None)
+    slots = settings.gangs[role].kv_slots
+    return replace(need, slots=slots if slots != "auto" else auto_slots(role, settings, gpu_bytes))
+
+
+def auto_slots(role: GangRole, settings: Settings, gpu_bytes: int | None) -> int:
+    """Return the slots of a gang's instances that `kv_slots: auto` stands for.
+
+    Of a GPU, `gpu_memory_utilization` is used. Of main memory, all ranks of all gangs use as much
+    together, as if they were all on this machine, and gangs whose slots are given have theirs
+    first.
+
+    Raises:
+        ConfigError: weights and temporaries leave no room.
+    """
+    if gpu_bytes is not None:
+        need = _without_slots(role, settings, on_gpu=True)
+        budget = settings.gpu_memory_utilization * gpu_bytes - need.without_slots
+    else:
+        budget = _share_of_main_memory(settings)
+        need = _without_slots(role, settings, on_gpu=False)
+    slots = int(budget // (need.slot + need.token))
+    if slots < 1:
+        raise ConfigError(
+            f"{role}.kv_slots: auto finds no room: a rank's weights take "
+            f"{need.weights / GIB:.1f} GiB, its temporaries {need.temporaries / GIB:.1f} GiB, of "
+            f"{settings.gpu_memory_utilization:g} (gpu_memory_utilization) of the memory; raise "
+            "it or tp, lower instances, or set dtype to bfloat16"
+        )
+    return slots
+
+
+def _share_of_main_memory(settings: Settings) -> float:
+    """Return the bytes for slots of each rank whose gang has `kv_slots: auto`."""
+    memory = main_memory()
+    if memory is None:
+        raise ConfigError("kv_slots: auto does not know the memory of this machine; set a number")
+    left = settings.gpu_memory_utilization * memory.total - RAY_BYTES - SHELL_BYTES
+    ranks = 0
+    for role, section in settings.gangs.items():
+        need = _without_slots(role, settings, on_gpu=False)
+        given = 0 if section.kv_slots == "auto" else section.kv_slots
+        left -= section.ranks * (
+            need.without_slots + need.kv_transfer + given * (need.slot + need.token)
+        )
+        ranks += section.ranks if section.kv_slots == "auto" else 0
+    return left / ranks
+
+
+def _without_slots(role: GangRole, settings: Settings, *, on_gpu: bool) -> RankNeed:
+    """Return the need of a rank of a gang that has no slots."""
+    section = settings.gangs[role]
+    spec = read_spec(settings.model_dir, settings.model_overrides)
+    return RankNeed(
+        weights=rank_weights(role, settings).loaded_bytes,
+        slot=settings.element_bytes * _kv_elements(spec, section.tp),
+        slots=0,
+        token=0 if role == "decode" else settings.element_bytes * _token_elements(spec, section.tp),
+        temporaries=0
+        if role == "decode"
+        else settings.element_bytes * _block_elements(spec, section.tp, on_gpu=on_gpu),
+        fixed=GPU_BYTES if on_gpu else RANK_BYTES,
+        kv_transfer=_transfer_bytes(role, settings),
+    )
+
+
+def _transfer_bytes(role: GangRole, settings: Settings) -> int:
+    return 0 if role == "elastic" else settings.kv_transfer.in_flight_bytes
+
+
+def _kv_elements(spec: ModelSpec, tp: int) -> int:
+    """Count the numbers that one rank stores for a token: keys and values, all layers."""
+    return 2 * spec.layers * len(tp_shard_of(spec, 0, tp).kv_heads) * spec.head_dim
+
+
+def _token_elements(spec: ModelSpec, tp: int) -> int:
+    """Estimate the numbers that a prefill rank has at once for a token: three times the residual
+    stream, and queries, keys, values and outputs on both sides of an exchange."""
+    shard = tp_shard_of(spec, 0, tp)
+    heads = len(shard.query_heads) + len(shard.kv_heads)
+    return 3 * spec.hidden + 4 * heads * spec.head_dim
+
+
+def _block_elements(spec: ModelSpec, tp: int, *, on_gpu: bool) -> int:
+    """Count the numbers of the widest product of a block of tokens: gate and up of the MLP beside
+    its normalized input."""
+    shard = tp_shard_of(spec, 0, tp)
+    tokens = GPU_BLOCK_TOKENS if on_gpu else CPU_BLOCK_TOKENS
+    if spec.experts is not None:
+        tokens = min(tokens, EXPERT_BLOCK_TOKENS) if on_gpu else EXPERT_BLOCK_TOKENS
+    widest = max(len(shard.intermediate), len(shard.expert_intermediate))
+    return tokens * (2 * widest + 2 * spec.hidden)
+
+
+def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:
+    """Measure the weights that one rank of a gang loads.
+
+    Raises:
+        ConfigError: the rank cannot load the model.
+    """
+    with one_line(f"{role}.tp"):
+        return measure_weights(
+            settings.model_dir,
+            settings.model_overrides,
+            dtype=getattr(torch, settings.dtype),
+            tp_size=settings.gangs[role].tp,
+        )
+
+
+@contextmanager
+def one_line(setting: str) -> Iterator[None]:
+    """Turn a ValueError of `models` into a ConfigError about a setting, on one line."""
+    try:
+        yield
+    except ValueError as exc:  # CheckpointError, and a `tp` that does not fit
+        raise ConfigError(f"{setting}: {' '.join(str(exc).split())}") from None

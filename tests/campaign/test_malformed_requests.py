@@ -1,0 +1,88 @@
+"""A few hundred malformed requests to the HTTP API over a scripted service: no answer is 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_service import FakeService
+from live_server import serving
+from malformed_requests import send_malformed
+from property_examples import examples
+
+from csps.services.http.api import HttpApi
+from csps.services.http.parser_pool import ParserPool
+from csps.services.http.request_parser import RequestParser
+from csps.services.settings.credentials import ApiKeys
+from csps.services.settings.settings import KvReuseSettings, Settings
+from csps.services.telemetry.metrics import Metrics
+
+START_S = 60.0
+
+
+class ServingThread:
+    """The HTTP API on a loop of its own."""
+
+    def __init__(self, model: Path) -> None:
+        self.url = ""
+        self._model = model
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server")
+
+    def __enter__(self) -> ServingThread:
+        self._thread.start()
+        assert self._ready.wait(START_S)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(START_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        settings = Settings(
+            model=str(self._model),
+            served_model_name="tiny",
+            kv_reuse=KvReuseSettings(enabled=True),
+        )
+        parser = RequestParser(settings)
+        pool = ParserPool(parser.body_parser)
+        api = HttpApi(
+            parser=parser,
+            parser_pool=pool,
+            service=FakeService(parser.tokenizer, "an answer"),
+            keys=ApiKeys([]),
+            metrics=Metrics("tiny"),
+            max_body_bytes=1_000_000,
+        )
+        try:
+            async with serving(api.app()) as self.url:
+                self._ready.set()
+                await self._over.wait()
+        finally:
+            await pool.close()
+
+
+@pytest.fixture(scope="module")
+def url(tiny_llama: Path) -> Iterator[str]:
+    with ServingThread(tiny_llama) as server:
+        yield server.url
+
+
+def test_malformed_requests_are_the_clients_mistake(url: str) -> None:
+    refused = examples(500)
+    tally = send_malformed(url, "tiny", refused=refused)
+    assert not tally.failures
+    assert tally.refused >= refused
+    assert tally.by_class["2xx"], "nothing was right: the requests are too wrong to find much"
+    assert httpx.get(f"{url}/health").json() == {"status": "ready"}

@@ -1,0 +1,169 @@
+"""Models of the Hugging Face Hub: downloaded from a Hub on this machine, found in the cache, and
+what is said where neither works.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from huggingface_hub import constants
+
+from csps.protocols.core.errors import ConfigError
+from csps.services.settings.hub import cached_model, is_hub_id
+from csps.services.settings.settings import Settings
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = "some-org/tiny"
+FETCH = """
+import sys
+from csps.protocols.core.errors import CspsError
+from csps.services.settings.hub import download_model
+try:
+    print(download_model(sys.argv[1]))
+except CspsError as error:
+    print(type(error).__name__, error)
+"""
+
+
+class _Hub(ThreadingHTTPServer):
+    """A Hub with the files of one folder under one name."""
+
+    files: dict[str, bytes]
+    asked: list[str]
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: _Hub
+
+    def do_GET(self) -> None:
+        path, _, _ = self.path.partition("?")
+        self.server.asked.append(path)
+        if path == f"/api/models/{MODEL}/revision/main":
+            self._send(json.dumps({"id": MODEL, "modelId": MODEL, "sha": COMMIT}).encode())
+        elif path == f"/api/models/{MODEL}/tree/{COMMIT}":
+            listed = [
+                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                for name, data in self.server.files.items()
+            ]
+            self._send(json.dumps(listed).encode())
+        elif path.startswith(f"/{MODEL}/resolve/{COMMIT}/"):
+            data = self.server.files[path.rpartition(f"{COMMIT}/")[2]]
+            self._send(data, ETag=f'"{_oid(data)}"', **{"X-Repo-Commit": COMMIT})
+        elif path.startswith("/api/models/some-org/gated"):
+            self._send(b"{}", 403, **{"X-Error-Code": "GatedRepo"})
+        else:
+            self._send(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def _send(self, body: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@pytest.fixture
+def hub(tiny_llama: Path) -> Iterator[_Hub]:
+    server = _Hub(("127.0.0.1", 0), _Answer)
+    server.asked = []
+    server.files = {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
+    server.files |= {"original/consolidated.safetensors": b"twice", "weights.bin": b"pickled"}
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def fetch(name: str, home: Path, endpoint: str, **environment: str) -> str:
+    """Return what `download_model` returns, or its error, in a process of its own: the library
+    reads its environment once.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, name],
+        env={**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_a_model_is_downloaded_once_and_served_from_the_cache(
+    hub: _Hub, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    settings = Settings.model_validate({"model": MODEL})
+    assert cached_model(MODEL) is None
+    with pytest.raises(
+        ConfigError, match=rf"`csps serve {MODEL}` downloads it.*`hf download {MODEL}`"
+    ):
+        _ = settings.model_dir
+
+    folder = Path(fetch(MODEL, tmp_path, f"http://127.0.0.1:{hub.server_port}"))
+    got = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    wanted = {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
+    read = {name for name in wanted if name.endswith((".json", ".safetensors", ".jinja"))}
+    assert got == {name: wanted[name] for name in read}
+    assert not [path for path in hub.asked if "original" in path or ".bin" in path]
+
+    assert settings.model_dir == folder.resolve()
+    assert settings.model_name == settings.resolved().model_name == MODEL
+    asked = len(hub.asked)
+    assert fetch(MODEL, tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1") == str(folder)
+    assert len(hub.asked) == asked
+
+    next(folder.glob("*.safetensors")).unlink()
+    assert cached_model(MODEL) is None, "an interrupted download is none"
+
+
+def test_what_cannot_be_downloaded_is_one_line_with_what_to_do(hub: _Hub, tmp_path: Path) -> None:
+    here = f"http://127.0.0.1:{hub.server_port}"
+    expected = {
+        (MODEL, "http://127.0.0.1:9"): ("FaultError", "could not be downloaded", "`hf download"),
+        ("some-org/none", here): ("ConfigError", "neither a directory", "`hf auth login`"),
+        ("some-org/gated", here): ("ConfigError", "accept its terms", "HF_TOKEN"),
+    }
+    for (name, endpoint), parts in expected.items():
+        said = fetch(name, tmp_path, endpoint)
+        assert "\n" not in said
+        for part in (*parts, name):
+            assert part in said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("Qwen/Qwen3-8B", True),
+        ("needle", False),
+        ("/models/llama", False),
+        ("./models/llama", False),
+        ("a/b/c", False),
+        ("some-org/", False),
+        ("models/needle", False),  # a folder
+    ],
+)
+def test_an_id_is_two_words(name: str, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    assert is_hub_id(name) == is_one
