@@ -13,8 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from csps.services.scheduling.deciding.decisions import Decision, DecodePlacement, PiggybackPlan
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
+from csps.services.scheduling.deciding.decisions import (
+    Decision,
+    DecodePlacement,
+    PiggybackPlan,
+    SchedulerView,
+)
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
