@@ -9,7 +9,7 @@ TRACE_UI := .venv-trace-ui/.installed
 WORKERS := -n 2 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve stop demo trace-ui guidellm aiperf test test-policies test-slice test-slow campaign campaign-short check format clean
+.PHONY: help serve stop demo trace-ui guidellm aiperf test test-deployed test-slice test-slow campaign campaign-short check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -35,8 +35,8 @@ aiperf: $(LOAD_TESTERS) ## load-test the running server with aiperf
 test: $(DEV) ## run the tests (minutes, two cores suffice)
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
-test-policies: $(DEV) ## deploy a server with each scheduling policy and ask it
-	$(BIN)/pytest tests/end_to_end/test_every_policy.py -m slow $(ARGS)
+test-deployed: $(DEV) ## deploy a server with each scheduling policy, and by csps serve, and ask it
+	$(BIN)/pytest tests/end_to_end/test_every_policy.py tests/end_to_end/test_serve_command.py -m slow $(ARGS)
 
 # Each commit runs another slice, so that some days of work run them all. Where the history is cut
 # off, as in a shallow clone, it is the same one.

@@ -35,6 +35,7 @@ def csps(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_first_answer_is_right_and_the_server_stays(
     folder: Path, port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -306,9 +306,8 @@ def test_a_rank_killed_while_idle_is_replaced(
     check_recovers(server, client, expected)
 
 
-@pytest.mark.parametrize(
-    "gang", ["PrefillGang", pytest.param("DecodeGang", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gang", ["PrefillGang", "DecodeGang"])
 def test_a_rank_killed_during_prefill_goes_unnoticed(
     server: Deployed, client: openai.OpenAI, expected: Expected, gang: str
 ) -> None:
@@ -324,6 +323,7 @@ def test_a_rank_killed_during_prefill_goes_unnoticed(
     server.assert_only_cache_left()
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_replaced_and_a_stream_goes_on(
     server: Deployed, client: openai.OpenAI, expected: Expected
 ) -> None:
@@ -411,6 +411,7 @@ def test_no_stream_sees_a_rank_die(server: Deployed, gang: str) -> None:
     server.assert_only_cache_left()
 
 
+@pytest.mark.slow
 def test_a_killed_router_is_replaced_and_what_it_had_asked_for_ends(
     server: Deployed, client: openai.OpenAI, expected: Expected
 ) -> None:
@@ -426,6 +427,7 @@ def test_a_killed_router_is_replaced_and_what_it_had_asked_for_ends(
 # --- the end ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stopping_lets_running_requests_finish(
     server: Deployed, client: openai.OpenAI, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
