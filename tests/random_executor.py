@@ -555,8 +555,8 @@ class RandomCell:
             sequence = self.sequences[number]
             assert sequence.move is not None
             sequence.moved, sequence.move = sequence.move, None
-            reserve = sequence.reserve
-            sequence.slots = slots_for(sequence.moved, reserve.prompt_tokens, reserve.output_tokens)
+            message = sequence.reserve.message
+            sequence.slots = slots_for(sequence.moved, message.prompt_tokens, message.output_tokens)
             sequence.unfreed = [
                 instance for instance in sequence.unfreed if instance in sequence.slots
             ]
