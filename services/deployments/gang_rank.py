@@ -121,6 +121,9 @@ class GangRank:
 
 def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
     """Return the configuration of one rank."""
+    # Imported here: the application is built by processes that do not need torch.
+    from csps.services.planning.memory import kv_slots
+
     section = settings.gangs[role]
     check_gpus(settings)
     return RankConfig(
@@ -131,7 +134,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         world_size=gang.world_size,
         tp=section.tp,
         gang_id=gang.gang_id,
-        kv_slots=_kv_slots(role, settings),
+        kv_slots=kv_slots(role, settings),
         dtype=settings.dtype,
         device=resolve_device(settings.device, section.num_gpus),
         threads=section.threads,
@@ -144,21 +147,6 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         tls=None if settings.tls is None else settings.tls.files,
         quantum_ms=settings.quantum_ms,
     )
-
-
-def _kv_slots(role: GangRole, settings: Settings) -> int:
-    slots = settings.gangs[role].kv_slots
-    if slots != "auto":
-        return slots
-    # Imported here: the application is built by processes that do not need torch.
-    import torch
-
-    from csps.services.planning.memory import auto_slots, on_gpus
-
-    gpu = on_gpus(role, settings)
-    slots = auto_slots(role, settings, torch.cuda.mem_get_info()[1] if gpu else None)
-    logger.info("%s: kv_slots auto is %d", role, slots)
-    return slots
 
 
 def location(role: GangRole, settings: Settings, rank: int) -> str:
