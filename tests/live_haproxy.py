@@ -19,13 +19,13 @@ LOOPBACK = "127.0.0.1"
 
 @asynccontextmanager
 async def haproxy(
-    folder: Path, router: tuple[str, int], *, client_silence_s: int
+    folder: Path, router: tuple[str, int] | None, *, client_silence_s: int
 ) -> AsyncIterator[tuple[str, int]]:
     """Run HAProxy with Serve's own configuration; yield its address.
 
     Args:
         folder: its path must be short enough for a socket.
-        router: address to which HAProxy forwards requests.
+        router: address to which HAProxy forwards requests; None if Serve knows of none yet.
         client_silence_s: instead of `reverse_proxy.CLIENT_SILENCE_S`.
     """
     port, *others = free_ports(4)
@@ -36,7 +36,8 @@ async def haproxy(
     launcher = variables["RAY_SERVE_HAPROXY_BINARY_PATH"]
     process = await asyncio.create_subprocess_exec(launcher, "-db", "-f", api.config_file_path)
     try:
-        await asyncio.wait_for(_serving(port, process), START_DEADLINE_S)
+        expected = b" 503 " if router is None else b" 200 "
+        await asyncio.wait_for(_serving(port, process, expected), START_DEADLINE_S)
         yield LOOPBACK, port
     finally:
         process.kill()
@@ -58,7 +59,10 @@ def _config(folder: Path, port: int, others: list[int], client_silence_s: int) -
     )
 
 
-def _api(config: HAProxyConfig, folder: Path, router: tuple[str, int]) -> HAProxyApi:
+def _api(config: HAProxyConfig, folder: Path, router: tuple[str, int] | None) -> HAProxyApi:
+    api = HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
+    if router is None:
+        return api
     host, port = router
     backend = BackendConfig(
         name="http-csps",
@@ -67,20 +71,19 @@ def _api(config: HAProxyConfig, folder: Path, router: tuple[str, int]) -> HAProx
         servers=[ServerConfig(name="router", host=host, port=port)],
         http_health_check_path="/health",
     )
-    api = HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
     api.set_backend_configs({backend.name: backend})
     return api
 
 
-async def _serving(port: int, process: asyncio.subprocess.Process) -> None:
-    """Wait until a request passes through."""
+async def _serving(port: int, process: asyncio.subprocess.Process, status_word: bytes) -> None:
+    """Wait until a request is answered with this status."""
     while process.returncode is None:
         try:
             reader, writer = await asyncio.open_connection(LOOPBACK, port)
             writer.write(b"GET /health HTTP/1.0\r\n\r\n")
             status = await reader.readline()
             writer.close()
-            if b" 200 " in status:
+            if status_word in status:
                 return
         except OSError:
             pass

@@ -63,13 +63,15 @@ _LOCAL = "src 127.0.0.1 ::1"
 _LAUNCHER = """#!/bin/sh
 # Serve lets HAProxy's counters listen on every interface. They are for this machine only.
 # It sets no deadline for headers either: half a header would hold a connection for an hour. And it
-# answers 500 for a router that is lost.
+# answers 500 for a router that is lost, and 404 for every path before it knows of an application.
 for argument; do
     if [ "$previous" = -f ]; then
         sed -i -e '/^frontend prometheus/,/bind/ s/bind .*:/bind {host}:/' \\
             -e '/^listen stats/,/bind/ s/bind .*:/bind {host}:/' \\
             -e '/^defaults/ a\\    timeout http-request {header_deadline_ms}ms' \\
             -e {error_files} {server_silence} {front_rules} "$argument"
+        grep -q '^ *use_backend' "$argument" || sed -i \\
+            '/^backend default_backend/,/return/ s/return .*/deny deny_status 503/' "$argument"
     fi
     previous=$argument
 done

@@ -148,10 +148,10 @@ class Topology:
             return "http" if front and {end.pid, other.pid} & set(self.routers) else None
         if gangs[0] != gangs[1]:
             return "kv"
-        # Of what ranks of one gang have with each other, only the log gives up by itself.
+        # Of what ranks of one gang have with each other, gloo's sockets have a time limit.
         with end.opened() as sock:
-            gives_up = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        return "log" if gives_up else "mesh"
+            limited = any(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+        return "mesh" if limited else "log"
 
 
 Fault = Callable[[Topology, str, "int | None"], AbstractContextManager[None]]

@@ -109,6 +109,8 @@ def _is_known(trial: Trial, rows: dict[str, Row], options: argparse.Namespace) -
 
 def _run_all(trials: Sequence[Trial], folder: Path, rows_file: Path | None, budget_s: float) -> int:
     began, failed, left = time.monotonic(), [], 0
+    # A campaign that is asked to end has a server to end before.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with _one_campaign(folder):
         bench = Bench(folder)
         try:

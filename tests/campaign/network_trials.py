@@ -46,7 +46,7 @@ def _all() -> list[Trial]:
             server="pair",
             run=run,
             recovery_limit_s=CUT_S,
-            about_s=24.0,
+            about_s=22.0,
             quick=(fault, target, state) == QUICK,
         )
         for target in targets

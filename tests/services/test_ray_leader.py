@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from csps.services.launch import ray_leader
 ray_leader.RAY_START = ("/bin/sh", "-c")
 sys.exit(ray_leader.main(sys.argv[1:]))
 """
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 class Leader:
@@ -40,6 +45,11 @@ class Leader:
             start_new_session=True,
         )
         self.gcs, self.raylet = int(self.line()), int(self.line())
+        # A shell's child has its number before it has its name.
+        deadline = time.monotonic() + DEADLINE_S
+        while [name_of(self.gcs), name_of(self.raylet)] != ["gcs_server", "raylet"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def line(self) -> str:
         assert self.process.stdout is not None

@@ -195,3 +195,10 @@ async def test_clients_of_a_router_whose_packets_vanish_get_an_error(
                 assert lost.json()["error"]["code"] == "unavailable"
                 assert lost.headers["retry-after"]
                 assert (await client.get("/health")).status_code == 200
+
+
+async def test_clients_are_told_to_come_back_while_no_application_is_known() -> None:
+    """Regression: a HAProxy that was just started, after its death as well, answered 404."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        async with haproxy(Path(folder), None, client_silence_s=30) as (_, port):
+            assert await status(port, CLIENT, "/v1/completions") == 503
