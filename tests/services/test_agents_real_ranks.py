@@ -16,6 +16,7 @@ from tiny_checkpoints import make_checkpoint
 
 from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
+pytestmark = pytest.mark.slow
 PERSON = {
     "type": "object",
     "properties": {
@@ -92,16 +93,8 @@ async def test_several_answers_share_one_prefill(model: Path) -> None:
 
 
 async def test_every_turn_with_tools_finds_its_whole_history(model: Path) -> None:
-    """Every answer calls tools; 6 turns here, and 20 in the slow test."""
-    await conversation(model, turns=6)
-
-
-@pytest.mark.slow
-async def test_twenty_turns_with_tools_find_their_whole_history(model: Path) -> None:
-    await conversation(model, turns=20)
-
-
-async def conversation(model: Path, *, turns: int) -> None:
+    """Every answer of 20 turns calls tools."""
+    turns = 20
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
     tools, before = [WEATHER, CLOCK], 0
     async with served(model, reuse=True, kv_slots=16384) as server:
