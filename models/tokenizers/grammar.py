@@ -105,7 +105,7 @@ class GrammarState:
         """Return (vocab,): which tokens may come next.
 
         Args:
-            ends: tokens that end the answer, which are allowed where it may end.
+            ends: tokens that end the answer, which are also allowed where it may end.
 
         Raises:
             InvalidTextError: the grammar is too complex.
@@ -120,7 +120,7 @@ class GrammarState:
         allowed_v[self._own_end : self._own_end + 1] = False  # requests have ends of their own
         for token in ends:
             if token < self._vocab:
-                allowed_v[token] = complete
+                allowed_v[token] |= complete  # a stop token may be text that the grammar allows
         return allowed_v
 
     def _check(self) -> None:
@@ -150,12 +150,19 @@ def json_grammar(schema: Any, whitespace: str | None = None) -> str:
     return lark_grammar(f"start: {json_rule(schema, whitespace)}")
 
 
-def json_rule(schema: Any, whitespace: str | None = None) -> str:
-    """Return an expression, for a rule of a grammar, of JSON that a schema allows."""
+def json_rule(schema: Any, whitespace: str | None = None, *, as_dumped: bool = False) -> str:
+    """Return an expression, for a rule of a grammar, of JSON that a schema allows.
+
+    Args:
+        whitespace: regular expression of whitespace between the parts; None is `ONE_SPACE`.
+        as_dumped: has the blanks of `json.dumps`, and no others.
+    """
     if not isinstance(schema, dict):
         schema = {"allOf": [schema]}
     options: dict[str, Any] = {"whitespace_flexible": False}
-    if whitespace != "":
+    if as_dumped:
+        options |= {"item_separator": ", ", "key_separator": ": "}
+    elif whitespace != "":
         options = {"whitespace_pattern": ONE_SPACE if whitespace is None else whitespace}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 

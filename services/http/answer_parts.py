@@ -63,7 +63,8 @@ def calls_grammar(
 ) -> str:
     """Return the grammar of an answer that calls some of these functions.
 
-    The calls are written as chat templates write them, so that they stay the same in the history.
+    The calls are written as chat templates write them, so that they stay the same in the history,
+    also where a client sends their arguments back as an object.
 
     Args:
         functions: each with `name` and, as a JSON schema, `parameters`.
@@ -73,7 +74,8 @@ def calls_grammar(
     names = [f"f{number}" for number in range(len(functions))]
     rules = [
         f"{name}: {literal(_head(function['name'], field))} "
-        f"{json_rule(function.get('parameters') or {'type': 'object'})} {literal('}')}"
+        f"{json_rule(function.get('parameters') or {'type': 'object'}, as_dumped=True)} "
+        f"{literal('}')}"
         for name, function in zip(names, functions, strict=True)
     ]
     call = f"({' | '.join(names)})"

@@ -145,7 +145,64 @@ CHAT: dict[str, Any] = {
     "metadata": {"a": "b"},
     "add_generation_prompt": True,
 } | BOTH
-NEEDED = {"model", "prompt", "messages", "max_tokens"}
+MORE: dict[str, Any] = {
+    "bad_words": ["no"],
+    "allowed_token_ids": [5, 6],
+    "structured_outputs": {"regex": "[a-c]{2}"},
+    "truncate_prompt_tokens": 9,
+    "include_stop_str_in_output": True,
+    "return_progress": True,
+}
+COMPLETION |= MORE
+CHAT |= MORE | {"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "documents": [{}]}
+MESSAGES: dict[str, Any] = {
+    "max_tokens": 2,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "so", "signature": ""},
+            {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "r"}]},
+    ],
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "output_config": {"format": {"type": "json_schema", "schema": {"type": "integer"}}},
+    "stream": True,
+    "return_progress": True,
+}  # fmt: skip
+RESPONSES: dict[str, Any] = {
+    "max_output_tokens": 2,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+    ],
+    "instructions": "Be brief.",
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}},
+    "reasoning": {"effort": "low"},
+    "truncation": "disabled",
+    "stream": True,
+    "return_progress": True,
+}
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/responses": RESPONSES,
+    "/tokenize": {"prompt": "Hello", "return_token_strs": True, "add_special_tokens": False},
+    "/detokenize": {"tokens": [1, 2, 3], "unknown": None},
+}
+LIMITS = {"max_tokens", "max_output_tokens"}
+NEEDED = {"model", "prompt", "messages", "input", "tokens", *LIMITS}
 
 
 @st.composite
@@ -153,9 +210,10 @@ def fields(draw: st.DrawFn, model: str, all_fields: dict[str, Any]) -> dict[str,
     """Draw a valid body or nearly one, with some of the fields."""
     optional = sorted(all_fields.keys() - NEEDED)
     kept = draw(st.sets(st.sampled_from(optional), max_size=4)) | (all_fields.keys() & NEEDED)
-    body = {"model": model, "max_tokens": 2} | {
-        name: all_fields[name] for name in all_fields if name in kept
-    }
+    limit = {} if {*LIMITS, "tokens"} & all_fields.keys() else {"max_tokens": 2}
+    body = (
+        {"model": model} | limit | {name: all_fields[name] for name in all_fields if name in kept}
+    )
     copied: dict[str, Any] = json.loads(json.dumps(body))
     return copied
 
@@ -183,13 +241,13 @@ def spoiled(draw: st.DrawFn, model: str, all_fields: dict[str, Any]) -> str:
                 container[key] = [container[key]]
             case "add" if isinstance(container, dict):
                 container[draw(texts)] = draw(anything)
-            case "remove" if key != "max_tokens" and isinstance(container, dict):
+            case "remove" if key not in LIMITS and isinstance(container, dict):
                 del container[key]
             case "many":
                 container[key] = [container[key]] * draw(st.sampled_from([0, 2, 17, 1025]))
     text = _rendered(body)
     if draw(st.booleans()) and len(body) > 1:  # a field given twice
-        name = draw(st.sampled_from(sorted(body.keys() - {"max_tokens"})))
+        name = draw(st.sampled_from(sorted(body.keys() - LIMITS)))
         text = text[:-1] + f", {json.dumps(name)}: {_rendered(draw(anything))}" + "}"
     return text
 
@@ -294,15 +352,13 @@ def heads(draw: st.DrawFn) -> tuple[tuple[str, bytes], ...]:
 @st.composite
 def requests(draw: st.DrawFn, model: str) -> HttpRequest:
     """Draw a request to any endpoint, most of them to those with bodies."""
-    endpoint = draw(st.sampled_from(["completion", "completion", "chat", "chat", "other"]))
-    if endpoint == "other":
+    path = draw(st.sampled_from([*ENDPOINTS, "another"]))
+    if path == "another":
         method, path = draw(st.sampled_from(METHODS)), draw(st.sampled_from(PATHS))
         body = draw(st.binary(max_size=30))
     else:
-        all_fields = COMPLETION if endpoint == "completion" else CHAT
-        path = "/v1/completions" if endpoint == "completion" else "/v1/chat/completions"
         method = draw(st.sampled_from(["POST"] * 12 + METHODS))
-        body = draw(bodies(model, all_fields))
+        body = draw(bodies(model, ENDPOINTS[path]))
     length = str(len(body)).encode()
     return HttpRequest(method, path, (*draw(heads()), ("content-length", length)), body)
 

@@ -19,6 +19,7 @@ from csps.models.tokenizers.grammar import (
     any_grammar,
     choice_grammar,
     json_grammar,
+    json_rule,
     lark_grammar,
     regex_grammar,
 )
@@ -26,6 +27,7 @@ from csps.models.tokenizers.tokenizer import Tokenizer
 
 VOCAB = 272
 LONGEST = 2000
+WORD = {"enum": ["Ann", "Zoë"]}
 SCHEMAS: list[dict[str, Any]] = [
     {
         "type": "object",
@@ -100,6 +102,15 @@ def test_random_answers_validate(
         jsonschema.validate(json.loads(shown), schema)
 
 
+def test_random_answers_are_as_python_writes_them(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    rule = json_rule(
+        {**SCHEMAS[0], "properties": {**SCHEMAS[0]["properties"], "name": WORD}}, as_dumped=True
+    )
+    for seed in range(10):
+        shown = answer(grammars, tokenizer, lark_grammar(f"start: {rule}"), seed)
+        assert shown == json.dumps(json.loads(shown), ensure_ascii=False)
+
+
 def test_random_answers_match_an_expression_or_are_a_choice(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
@@ -162,6 +173,8 @@ def test_an_end_is_allowed_only_where_the_grammar_may_end(
     ]
     assert allowed == [{a}, {b, end}, {end}]
     assert set(np.flatnonzero(grammars.state(grammar, [a]).allowed([]))) == {b}
+    # A stop token that is text is allowed as the grammar has it, too.
+    assert set(np.flatnonzero(grammars.state(grammar).allowed([a, end]))) == {a}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from gang_threads import eventually
 from http_over_ranks import Served, served
 from tiny_checkpoints import make_checkpoint
 
+from csps.services.scheduling.events.limits import BLOCK_TOKENS
+
+pytestmark = pytest.mark.slow
 PERSON = {
     "type": "object",
     "properties": {
@@ -24,8 +27,6 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-BLOCK = 32
-"""Tokens of a block of the prefix cache."""
 
 
 @pytest.fixture(scope="module")
@@ -77,34 +78,23 @@ async def test_several_answers_share_one_prefill(model: Path) -> None:
             await chat(server, words, seed=seed, max_tokens=12, cache_salt=f"alone {seed}")
             for seed in (7, 8, 9)
         ]
-        computed: list[int] = []
         answer = await chat(server, words, seed=7, max_tokens=12, n=3, cache_salt="together")
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         assert texts == [each["choices"][0]["message"]["content"] for each in alone]
         prompt = answer["usage"]["prompt_tokens"]
         assert prompt == alone[0]["usage"]["prompt_tokens"]
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        steps = server.metrics.render().decode()
-        cached = [
+        hits = [
             float(line.split()[-1])
-            for line in steps.splitlines()
+            for line in server.metrics.render().decode().splitlines()
             if line.startswith("csps:prefix_cache_hits_total")
         ]
-        assert sum(cached) >= 2 * (prompt - 1) // BLOCK * BLOCK - BLOCK, computed
-        await server.client.aclose()
+        assert sum(hits) >= 2 * ((prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 async def test_every_turn_with_tools_finds_its_whole_history(model: Path) -> None:
-    """Every answer calls tools; 6 turns here, and 20 in the slow test."""
-    await conversation(model, turns=6)
-
-
-@pytest.mark.slow
-async def test_twenty_turns_with_tools_find_their_whole_history(model: Path) -> None:
-    await conversation(model, turns=20)
-
-
-async def conversation(model: Path, *, turns: int) -> None:
+    """Every answer of 20 turns calls tools."""
+    turns = 20
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
     tools, before = [WEATHER, CLOCK], 0
     async with served(model, reuse=True, kv_slots=16384) as server:
@@ -123,7 +113,7 @@ async def conversation(model: Path, *, turns: int) -> None:
             usage = answer["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             # The last token of an answer has no KV, and blocks are whole.
-            assert cached >= (before - 1) // BLOCK * BLOCK if before else True
+            assert cached >= (before - 1) // BLOCK_TOKENS * BLOCK_TOKENS if before else True
             before = usage["prompt_tokens"] + usage["completion_tokens"] - 1
             calls = choice["message"]["tool_calls"]
             for call in calls:

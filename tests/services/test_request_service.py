@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,11 +35,11 @@ from csps.protocols.gang.messages import (
 from csps.protocols.rpc.schema import decode, pack
 from csps.services.requests import request_handle
 from csps.services.requests.request_handle import ClientTooSlow, RequestHandle
-from csps.services.requests.request_spec import ApiKey, SloBounds
+from csps.services.requests.request_spec import ApiKey, PrefixKey, SloBounds
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.scheduling.core.scheduler import RoundResult, Scheduler
 from csps.services.scheduling.events.events import AnyEvent
-from csps.services.scheduling.events.limits import QueueLimits
+from csps.services.scheduling.events.limits import BLOCK_TOKENS, QueueLimits, ReuseSettings
 from csps.services.settings.settings import AuthSettings, KeyLimits
 from csps.services.telemetry.metrics import Metrics
 
@@ -654,6 +655,52 @@ async def test_progress_of_a_former_routers_step_is_ignored(
         cell.finish(await cell.decoding(handle), 4)
         assert len(await read(handle)) == 4
         assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_reports_of_ranks_show_how_far_a_prompt_is() -> None:
+    """What was shown once stays shown, although another attempt computes it again."""
+    async with fake_cell() as cell:
+        handle = cell.submit(tokens=200)
+        assert handle.progress()["processed"] == 0
+        step = await cell.prefilling(handle)
+        cell.prefill.leader.notify(
+            "prefill_progress", PrefillProgress(rank=0, step_id=step.step_id, computed=0.5)
+        )
+        await until(lambda: handle.progress()["processed"] == 100)
+        await cell.replace(FakeGang("prefill", "p2"))
+        await until(lambda: handle.timings.attempts == 2)
+        assert handle.progress()["processed"] == 100
+        cell.finish(await cell.decoding(handle), 4)
+        await read(handle)
+        assert handle.progress() | {"time_ms": 0} == {
+            "total": 200,
+            "cache": 0,
+            "processed": 200,
+            "time_ms": 0,
+            "predicted_s": 0.0,
+        }
+
+
+async def test_a_prompt_can_be_reused_once_its_prefill_is_over() -> None:
+    """Every rank has reported its step then, so a request that follows finds the prompt's KV."""
+    make = partial(Scheduler, reuse=ReuseSettings(enabled=True))
+    key = PrefixKey.of(owner=b"", salt=None, block=BLOCK_TOKENS)
+    tokens = 4 * BLOCK_TOKENS
+    hashes = key.hashes(np.arange(tokens, dtype=np.int32))
+    async with fake_cell(make_scheduler=make) as cell:
+        first = cell.submit(tokens=tokens, prefix=key, hashes=hashes)
+        step = await cell.prefilling(first)
+        sequence_id = cell.sequence_id_of(first)
+        cell.prefill.sample(sequence_id, 0)
+        cell.decode.receive_kv(sequence_id)
+        await until(lambda: cell.decode.has_joined(sequence_id))
+        assert not first.prefill_over.is_set(), "no rank has reported the step"
+        cell.prefill.finish_step(step)
+        async with asyncio.timeout(10):
+            await first.prefill_over.wait()
+        second = cell.submit(tokens=tokens, prefix=key, hashes=hashes)
+        await until(lambda: second.sequence_id is not None)
+        assert second.cached_tokens == 3 * BLOCK_TOKENS
 
 
 async def test_a_broken_link_restarts_requests_without_their_kv_and_no_decoding_ones() -> None:
