@@ -17,9 +17,9 @@ from typing import cast
 
 import torch
 from device_budget import DEVICE
-from gang_driver import even_bounds, even_shares
+from gang_driver import even_bounds, even_slices
 from recording_kernels import Variants, recorded_kernels
-from strategy_ranks import MakeStrategy, job_of
+from strategy_ranks import MakeStrategy, step_of
 from test_device_budgets import (
     NobodysMesh,
     _ignore_kv,
@@ -51,13 +51,13 @@ def steps(strategies: Sequence[str]) -> Iterator[tuple[MakeStrategy, PrefillStep
         make = {**STRATEGIES, "by name": lambda members: strategy_of}[name]
         for lengths in LENGTHS:
             bounds = even_bounds(sum(lengths), MEMBERS)
-            step = job_of(bounds, lengths)
+            step = step_of(bounds, lengths)
             yield make(MEMBERS), step
             if name in ANY_ROWS:
                 yield make(MEMBERS), striped_step(step)
-            history = [even_shares(HISTORY, group) for _ in lengths]
+            history = [even_slices(HISTORY, group) for _ in lengths]
             starts = [HISTORY] * len(lengths)
-            yield make(MEMBERS), job_of(bounds, lengths, starts=starts, history=history)
+            yield make(MEMBERS), step_of(bounds, lengths, starts=starts, history=history)
 
 
 def run(engine: Engine, strategy: MakeStrategy, step: PrefillStep, member: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from dense_csa_reference import DenseCsa
 from dense_reference import dense_attention
 from small_blocks import blocks_of
-from strategy_ranks import FAR, NEAR, Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
+from strategy_ranks import FAR, NEAR, Forward, StrategyRanks, dense_forward, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
@@ -127,7 +127,7 @@ def importance_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
 
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> None:
-    step = job_of(BOUNDS, [LONG, SHORT])
+    step = step_of(BOUNDS, [LONG, SHORT])
     results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
     exact_short = gang.forwards(step)[1]
     gang.check(step, results, [brute_force(gang, plan), exact_short])
@@ -153,7 +153,7 @@ def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipel
         KvSlice(2, 0, 7),
         KvSlice(1, 7, start),
     ]
-    step = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
+    step = step_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
     forwards = [brute_force(gang, plan, start), gang.forwards(step)[1]]
     gang.hold_history(step, forwards)
     try:
@@ -195,7 +195,7 @@ def test_ratios_may_differ_by_head(gang: StrategyRanks) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
-    step = job_of(BOUNDS, [LONG, SHORT])
+    step = step_of(BOUNDS, [LONG, SHORT])
     plan = plan_of(levels, 0.0, 16)
     results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
     gang.check(step, results, gang.forwards(step))
@@ -211,7 +211,7 @@ def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
 def test_options_of_sp_ntp_alone_are_refused_before_the_step_starts(
     change: dict[str, Any], what: str
 ) -> None:
-    step = job_of(BOUNDS, [LONG, SHORT])
+    step = step_of(BOUNDS, [LONG, SHORT])
     plan = replace(plan_of(3, 0.5, 16), **change)
     with pytest.raises(ConfigError, match=what):
         msgspec.structs.replace(step, strategy="sp_tp", csa=plan).check()

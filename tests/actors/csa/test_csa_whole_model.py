@@ -10,7 +10,7 @@ import pytest
 import torch
 from dense_csa_reference import DenseCsa
 from dense_reference import dense_attention
-from strategy_ranks import FAR, NEAR, Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
+from strategy_ranks import FAR, NEAR, Forward, StrategyRanks, dense_forward, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
@@ -123,7 +123,7 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> Forward:
     """Check residual stream and KV of every rank; return the brute force's forward pass."""
-    step = job_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
+    step = step_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
     sparse, exact_short = brute_force(gang, plan), gang.forwards(step)[1]
     gang.check(step, gang.run(step, strategy_of), [sparse, exact_short])
     return sparse
@@ -144,12 +144,12 @@ def test_layers_with_a_window_drop_nothing_and_score_nothing(
     windowed_gang: StrategyRanks, levels: int, drop_ratio: float, window: int
 ) -> None:
     sparse = check(windowed_gang, plan_of(levels, drop_ratio, window))
-    exact = windowed_gang.forwards(job_of(BOUNDS, [LONG, SHORT]))[0]
+    exact = windowed_gang.forwards(step_of(BOUNDS, [LONG, SHORT]))[0]
     assert (sparse.x_td - exact.x_td).abs().max() > 1e-3, "the third layer drops tokens"
 
 
 def test_nothing_dropped_is_exact(gang: StrategyRanks) -> None:
-    exact = gang.forwards(job_of(BOUNDS, [LONG, SHORT]))[0]
+    exact = gang.forwards(step_of(BOUNDS, [LONG, SHORT]))[0]
     torch.testing.assert_close(check(gang, plan_of(3, 0.0)).x_td, exact.x_td)
 
 
