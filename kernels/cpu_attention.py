@@ -26,7 +26,9 @@ from csps.kernels.merge import merge_into, merge_rows, nothing_seen
 
 MIN_REGULAR_ROWS = 64  # a shorter regular run costs more as a call of its own than in a mask
 MASKED_ROWS = 128  # rows of one masked block, which bounds the mask at 128 x keys
-WINDOW_ROWS = 512  # the same if rows see a window of keys only
+WINDOW_ROWS = (
+    64  # the same for a window of keys; fastest of 32 to 1,024 for windows of 128 to 4,096
+)
 FOLD_ROWS = 16  # up to here a KV head's query heads become rows: 2.5x faster for one fp32 row
 TILE_ROWS = 256  # (query, head) pairs of one KV head
 TILE_KEYS = 512  # with TILE_ROWS: 512 KiB of fp32 scores per KV head, which fit a core's cache
@@ -118,9 +120,8 @@ def _attend_window(
     stop = visible_keys(q_positions, k_positions)
     out_thd, lse_ht = nothing_seen(q_thd)
     # Long blocks read keys less often; short ones have fewer masked scores.
-    step = min(WINDOW_ROWS, max(MASKED_ROWS, window // 2))
-    for start in range(0, len(q_thd), step):
-        rows = slice(start, min(start + step, len(q_thd)))
+    for start in range(0, len(q_thd), WINDOW_ROWS):
+        rows = slice(start, min(start + WINDOW_ROWS, len(q_thd)))
         keys = slice(int(first[rows.start]), int(stop[rows.stop - 1]))
         if keys.start < keys.stop:
             seen = first[rows] - keys.start, stop[rows] - keys.start

@@ -50,7 +50,9 @@ def test_layouts(layout: str, triton_device: str) -> None:
     check(triton_device, q, k, v, q_positions=q_positions, k_positions=k_positions)
 
 
-@pytest.mark.parametrize("window", [1, 5, 40])
+@pytest.mark.parametrize(
+    "window", [7, pytest.param(1, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("layout", SMALL_LAYOUTS)
 def test_windows(layout: str, window: int, triton_device: str) -> None:
     q_positions, k_positions = SMALL_LAYOUTS[layout]
