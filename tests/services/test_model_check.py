@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_ports import free_port
 from safetensors.torch import load_file, save_file
 
 from csps.cli import main
@@ -35,7 +36,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def config_of(model_dir: Path, **args: Any) -> str:
     application = {"import_path": "csps.services.app:build", "args": {"model": "model", **args}}
     path = model_dir.parent / "config.yaml"
-    path.write_text(yaml.safe_dump({"applications": [application]}))
+    http = {"port": free_port()}
+    path.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
     return str(path)
 
 
