@@ -227,10 +227,12 @@ def _connect(
         try:
             os.ftruncate(number, 2 * ring_bytes)
             memory = given_back.enter_context(mmap.mmap(number, 2 * ring_bytes))
+            if not _same_user(connection):
+                raise AuthenticationFailed("another user listens in the place of a rank")
             socket.send_fds(connection, [_HELLO.pack(rank, card.key)], [number])
         finally:
             os.close(number)
-        if not _same_user(connection) or not hmac.compare_digest(connection.recv(_KEY_BYTES), key):
+        if not hmac.compare_digest(connection.recv(_KEY_BYTES), key):
             raise AuthenticationFailed("whoever listens in the place of a rank is a stranger")
         connection.setblocking(False)
         given_back.pop_all()
@@ -247,6 +249,8 @@ def _welcome(
     """
     with ExitStack() as given_back, ExitStack() as files:
         given_back.enter_context(connection)
+        if not _same_user(connection):
+            return None
         connection.settimeout(HELLO_S)
         try:
             hello, numbers, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
@@ -254,7 +258,7 @@ def _welcome(
             return None
         for number in numbers:
             files.callback(os.close, number)
-        if len(hello) != _HELLO.size or len(numbers) != 1 or not _same_user(connection):
+        if len(hello) != _HELLO.size or len(numbers) != 1:
             return None
         rank, proof = _HELLO.unpack(hello)
         if rank not in keys or not hmac.compare_digest(proof, key):

@@ -159,7 +159,9 @@ class _SightBuilder:
         if self._here in holders or master == self._here:
             slots = self._engine.pool.slots
             runs = slots.runs(sequence.sequence_id, before)
-            positions = () if self._window is None else [slots.positions(run) for run in runs]
+            positions: Sequence[Tensor] = ()
+            if self._window is not None:  # copied to the device once for all layers
+                positions = [slots.positions(run).to(self._engine.device) for run in runs]
             resident = self._chunks.setdefault(self._asker(master), [])
             resident.append(ResidentChunk(span.positions, runs, positions))
         self._ask(master, holders, range(row, row + span.length))
@@ -326,7 +328,7 @@ def _history(
             k_sgd[run.start : run.stop],
             v_sgd[run.start : run.stop],
             q_positions=None if window is None else chunk.rows,
-            k_positions=None if window is None else chunk.positions[index].to(q_nhd.device),
+            k_positions=None if window is None else chunk.positions[index],
             scale=engine.spec.scale,
             window=window,
         )

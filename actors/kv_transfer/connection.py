@@ -10,7 +10,8 @@ returns the slot afterwards (`TransferSlots`). A sender with nothing under way s
 router or firewall may forget an idle connection, and only its next user would notice.
 
 A message is received whole, also for a cancelled sequence, so that neither side is left with half
-of it. Every header is checked against the receiver's reservation before its KV enters the pool.
+of it. Headers and credits carry checksums: one that was changed ends the connection. Every header
+is checked against the receiver's reservation before its KV enters the pool.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from csps.actors.comm.layout import GangLayout, name_digest
 from csps.actors.comm.process_group import IDLE, Pending, close_gloo, gloo_group, with_peer
 from csps.actors.kv_transfer.message import KvBody, KvHeader, Staging
 from csps.actors.kv_transfer.reservation import TransferSlot
+from csps.models.checkpoints.checkpoint import tensor_checksum
+from csps.protocols.core.errors import TransferError
 from csps.protocols.gang.messages import ConnectKv
 
 _HEARTBEAT, _REQUEST, _END = 0x62656174, 0x61736B, 0x656E64  # "beat", "ask", "end"
@@ -119,7 +122,7 @@ class KvConnection:
         for."""
         whole = ((KvTag.KEPT, body.kept_ht), (KvTag.KEYS, body.k), (KvTag.VALUES, body.v))
         parts = [(tag, part) for tag, part in whole if part is not None and part.numel()]
-        message = [(KvTag.HEADER, header.pack()), *parts]
+        message = [(KvTag.HEADER, _sealed(header.pack())), *parts]
         with self._counting:
             self.bytes_sent += sum(part.nbytes for _, part in message)
         return Pending.all([self._send(part, peer, tag) for tag, part in message])
@@ -140,12 +143,11 @@ class KvConnection:
     def _send_words(self, peer: int, *values: int) -> Pending:
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
         words[: len(values)] = torch.tensor(values)
-        return self._send(words, peer, KvTag.HEADER)
+        return self._send(_sealed(words), peer, KvTag.HEADER)
 
     def next_credit(self, peer: int, deadline: timedelta = IDLE) -> Credit:
         """Wait for a receiver's next credit message."""
-        words = torch.zeros(5, dtype=torch.int64)
-        self._recv(words, peer, KvTag.CREDIT).wait(deadline)
+        words = self._recv_words(5, peer, KvTag.CREDIT, deadline)
         credit_bytes, received, sequence_id, number, answer = words.tolist()
         if answer == _NOTHING:
             return Credit(credit_bytes, received)
@@ -162,13 +164,12 @@ class KvConnection:
         words = torch.tensor(
             (credit.credit_bytes, credit.received, *transfer_slot), dtype=torch.int64
         )
-        return self._send(words, peer, KvTag.CREDIT)
+        return self._send(_sealed(words), peer, KvTag.CREDIT)
 
     def next_message(self, peer: int) -> KvHeader | TransferRequested | TransferEnded | None:
         """Wait for a sender's next message and return it, None for a heartbeat; raise PeerLost if
         the sender falls silent."""
-        words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
-        self._recv(words, peer, KvTag.HEADER).wait(LIVENESS_TIMEOUT)
+        words = self._recv_words(KvHeader.WORDS, peer, KvTag.HEADER, LIVENESS_TIMEOUT)
         kind, sequence_id, number = words[:3].tolist()
         if kind == _HEARTBEAT:
             return None
@@ -210,6 +211,15 @@ class KvConnection:
                 self._closed.set()
                 close_gloo(self._group, self.rank, self._size)
 
+    def _recv_words(self, count: int, peer: int, tag: KvTag, deadline: timedelta) -> Tensor:
+        """Wait for so many words of a peer; raise TransferError if they were changed on their
+        way."""
+        words = torch.zeros(count + 1, dtype=torch.int64)
+        self._recv(words, peer, tag).wait(deadline)
+        if tensor_checksum(words[:-1]) != int(words[-1]):
+            raise TransferError(f"words were changed on their way: {words.tolist()}")
+        return words[:-1]
+
     @with_peer()
     def _send(self, tensor: Tensor, peer: int, tag: KvTag) -> Pending:
         return Pending([self._group.send([tensor], peer, tag)], [tensor], self._closed)
@@ -217,3 +227,12 @@ class KvConnection:
     @with_peer()
     def _recv(self, tensor: Tensor, peer: int, tag: KvTag) -> Pending:
         return Pending([self._group.recv([tensor], peer, tag)], [tensor], self._closed)
+
+
+def _sealed(words: Tensor) -> Tensor:
+    """Return words with their checksum behind them.
+
+    What is received next depends on them. Of a message that is longer than what a peer waits for,
+    gloo ends the peer's process.
+    """
+    return torch.cat((words, torch.tensor([tensor_checksum(words)])))

@@ -93,9 +93,9 @@ class KvReceiver:
             find: returns the reservation of a sequence; None if there is none any more.
             on_received: called when a sequence's KV for this rank is complete.
             on_failed: called when KV for a sequence is not what was promised.
-            on_lost: called with the reason when a prefill rank's connection ends or falls silent.
-            on_broken: called when this rank can no longer receive through its own fault or the
-                peer's.
+            on_lost: called with the reason when a prefill rank's connection ends, falls silent or
+                carries what is no message.
+            on_broken: called when this rank can no longer receive through its own fault.
         """
         self._connection, self._pool, self._rank = connection, pool, rank
         self._credit_bytes = in_flight_bytes // len(connection.prefill_peers)
@@ -124,13 +124,20 @@ class KvReceiver:
         try:
             self._serve(peer, Staging(self._pool.k.device))
         except PeerLost as exc:
-            if not self._connection.closed:
-                self._on_lost(f"prefill rank {peer}: {exc}")
+            self._lost(peer, exc)
+        except TransferError as exc:
+            self._lost(peer, exc)
+            # Where the peer's next message begins is not known after one that makes no sense.
+            self._connection.close()
         except Exception as exc:
             # The peer lives. Without this thread no KV of the peer would ever be received again,
             # while all else went on and every health check passed.
             if not self._connection.closed:
                 self._on_broken(exc)
+
+    def _lost(self, peer: int, reason: Exception) -> None:
+        if not self._connection.closed:
+            self._on_lost(f"prefill rank {peer}: {reason}")
 
     def _answer(self, peer: int, transfer_slot: TransferSlot, wanted: bool) -> None:
         self._credits[peer].answer(transfer_slot, wanted)

@@ -173,7 +173,9 @@ class SendQueue:
             # Messages under way must not arrive: their slots belong to others in a moment.
             self._connection.close()
             self._end(exc)
-            if by_itself:
+            if by_itself and isinstance(exc, TransferError):  # what the receiver says is no message
+                self._on_lost(f"decode rank {self._decode_rank}: {exc}")
+            elif by_itself:
                 self._on_broken(exc)
 
     @property

@@ -140,8 +140,11 @@ class LiveRequests:
 
     def launched(self, handle: RequestHandle) -> None:
         """Record that the request's first step was sent."""
-        handle.launched()
-        self._observer.started(handle)
+        # A client may leave while the step waits for reservations. The scheduler cancels the step
+        # in its next round; a request that had begun here would end a second time.
+        if not handle.ended:
+            handle.launched()
+            self._observer.started(handle)
 
     def join(self, sequence: LiveSequence) -> None:
         """Record that the gang is told to decode the sequence."""

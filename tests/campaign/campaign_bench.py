@@ -24,11 +24,15 @@ from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
 POSITIONS = 65_536
 PAIR_SLOTS, ELASTIC_SLOTS = 8_192, 16_200
+_PAIR: dict[str, Any] = {
+    "prefill": {"instances": 2, "kv_slots": PAIR_SLOTS},
+    "decode": {"instances": 2, "kv_slots": PAIR_SLOTS},
+}
 SERVERS: dict[str, dict[str, Any]] = {
-    "pair": {
-        "prefill": {"instances": 2, "kv_slots": PAIR_SLOTS},
-        "decode": {"instances": 2, "kv_slots": PAIR_SLOTS},
-    },
+    "pair": _PAIR,
+    "fixed groups": {**_PAIR, "scheduling": {"policy": "fixed_sp", "sp": 2}},
+    "rings": {**_PAIR, "scheduling": {"policy": "context_parallel"}},
+    "chunks": {**_PAIR, "scheduling": {"policy": "tetris"}},
     "piggybacking": {
         "elastic": {"instances": 2, "kv_slots": PAIR_SLOTS},
         "scheduling": {"policy": "chunked_prefill"},

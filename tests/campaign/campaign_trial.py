@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,6 +33,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from campaign_bench import Bench
 
+SCALE = float(os.environ.get("CSPS_CAMPAIGN_SCALE", "1"))
+"""Length of soaks and overloads, as a part of the real one, for trying them out."""
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PRODUCT = ("actors", "configurator", "kernels", "models", "protocols", "services", "src")

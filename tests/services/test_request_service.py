@@ -281,6 +281,26 @@ async def test_a_request_cancelled_while_slots_are_reserved_frees_them() -> None
         assert not cell.prefill.leader.steps
 
 
+@pytest.mark.parametrize("policy", ["csps", "chunked_prefill"])
+async def test_a_request_cancelled_just_when_its_slots_are_reserved_stays_over(
+    policy: str,
+) -> None:
+    """Its step, or its piggybacked prompt, is sent before the scheduler hears of the end."""
+    async with fake_cell(policy=policy) as cell:
+        cell.decode.may_reserve.clear()
+        handle = cell.submit()
+        await until(lambda: handle.state == "reserving")
+        (sequence,) = cell.service._requests.sequences.values()
+        assert sequence.reserving is not None
+        await asyncio.sleep(0)  # now something waits for the reservation, and is woken first
+        sequence.reserving.add_done_callback(lambda _: handle.cancel())
+        cell.decode.may_reserve.set()
+        assert await read(handle) == []
+        await until(lambda: cell.service.counts.running == 0)
+        assert handle.state == "finished"
+        handle.cancel()
+
+
 async def test_a_batch_runs_without_the_request_cancelled_while_slots_were_reserved() -> None:
     async with fake_cell() as cell:
         cell.decode.may_reserve.clear()

@@ -31,12 +31,12 @@ from property_examples import examples
 from torch import Tensor
 
 from csps.actors.comm.layout import name_digest
+from csps.actors.comm.process_group import Pending
 from csps.actors.kv_transfer import connection as connection_module
-from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.connection import KvConnection, KvTag
 from csps.actors.kv_transfer.message import KvBody, KvHeader
 from csps.actors.kv_transfer.sender import heads_to_deliver
 from csps.models.network.spec import ModelSpec, kv_head_range
-from csps.protocols.core.errors import TransferError
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import RankKvReceived, RequestFailed
 from csps.protocols.gang.step_messages import PrefillChunk
@@ -234,15 +234,15 @@ def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
         check_next_stored(connection, receiver, spec)
 
 
-def test_a_message_larger_than_the_credit_breaks_the_rank(spec: ModelSpec) -> None:
+def test_a_message_larger_than_the_credit_ends_the_connection(spec: ModelSpec) -> None:
     """Before memory is taken for it."""
     with pair(spec) as (connection, receiver):
         announced = header(span=Span(start=0, stop=2**40))
-        sending = connection.send(DECODE, announced, KvBody(torch.empty(0), torch.empty(0)))
-        broken = receiver.report()
-        assert isinstance(broken, TransferError)
-        assert "; the credit is" in str(broken)
-        sending.wait()
+        connection.send(DECODE, announced, KvBody(torch.empty(0), torch.empty(0))).wait()
+        lost = receiver.report()
+        assert lost.startswith("prefill rank 0: ")
+        assert "; the credit is" in lost
+        ended(receiver.end.threads)
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -291,13 +291,40 @@ def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole
         check_next_stored(connection, receiver, spec)
 
 
-def test_a_channel_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
+@pytest.mark.parametrize(
+    ("word", "value"), [(4, 8), (4, 11), (6, 2), (9, 4), (9, 3), (12, 0)], ids=str
+)
+def test_a_header_that_was_changed_ends_the_connection(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, word: int, value: int
+) -> None:
+    """Before anything is awaited that it announces: a message longer than that would make gloo end
+    the process."""
+    with pair(spec) as (connection, receiver):
+        send = KvConnection._send
+
+        def change(end: KvConnection, tensor: Tensor, peer: int, tag: KvTag) -> Pending:
+            if tag == KvTag.HEADER:
+                tensor[word] = value
+            return send(end, tensor, peer, tag)
+
+        announced = header(heads=range(spec.kv_heads))
+        with monkeypatch.context() as patch:
+            patch.setattr(KvConnection, "_send", change)
+            sending = connection.send(DECODE, announced, body(announced))
+            assert "were changed on their way" in receiver.report()
+        ended(receiver.end.threads)
+        assert receiver.pool.k.isnan().all()
+        del sending  # as below
+
+
+def test_a_channel_out_of_step_ends_the_connection(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
         with pytest.MonkeyPatch.context() as patch:
             nonsense = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
             patch.setattr(KvHeader, "pack", lambda self: nonsense)
             sending = connection.send(DECODE, header(), KvBody(torch.empty(0), torch.empty(0)))
-        assert isinstance(receiver.report(), TransferError)
+        assert "expected a KV header" in receiver.report()
+        ended(receiver.end.threads)
         del sending  # never to be received; dropped earlier, it would never be sent
 
 

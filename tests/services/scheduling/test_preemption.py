@@ -243,31 +243,6 @@ def test_a_queue_that_moved_on_is_blocked_anew() -> None:
     assert policy.blocked_ns == {2: second_ns}
 
 
-def test_a_request_waits_for_what_passes_those_before_it_only_once() -> None:
-    """Three long prompts that need all slots, one after the other, under a stream of short ones:
-    each of them may be passed for the bound, but not for the bound again for each before it."""
-    played = cell([2000, 2000], [1000])
-    longs = [(0, 50, 60)] + [(MS, 800, 150)] * 3
-    shorts = [(MS + n * 10 * MS, 40, 20) for n in range(600)]
-    played.play(sorted([*longs, *shorts], key=lambda arrival: arrival[0]))
-    numbers = [
-        number
-        for number, arrival in enumerate(
-            sorted([*longs, *shorts], key=lambda arrival: arrival[0]), 1
-        )
-        if arrival[1] == 800
-    ]
-    first, *_, last = numbers
-    blocked_ns = played.policy.blocked[first]
-    passed = [
-        other
-        for other, at_ns in played.policy.started.items()
-        if other > last and blocked_ns <= at_ns < played.policy.started[last]
-    ]
-    assert passed, "nobody passed: the bound was not tried"
-    assert max(played.finished[request] for request in passed) <= blocked_ns + OVERTAKING_NS
-
-
 def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
     """It waits for decode slots, while short ones keep coming as others leave."""
     played = cell([4000], [2500])

@@ -1,0 +1,469 @@
+"""Trials of more load than a server can take: what it serves and refuses, and whom it spares."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from campaign_bench import Bench
+from campaign_states import documented
+from campaign_trial import SCALE, Outcome, Trial
+from deployed_server import MODEL, Deployed, deployed, name_of, slowdown
+
+from csps.services.launch.ray_head import session_of
+
+SLOTS = 40_000
+GANGS: dict[str, Any] = {
+    "prefill": {"instances": 2, "kv_slots": SLOTS},
+    "decode": {"instances": 2, "kv_slots": SLOTS},
+}
+PEAK_S, OVERLOAD_S = 30.0 * SCALE, 60.0 * SCALE
+TIMES = 10
+"""Times the sustainable rate."""
+CLIENTS = 8
+"""Clients of the sustainable load, each with one request at a time."""
+LENGTHS = (2_000, 4_000, 8_000, 16_000)
+ANSWER_TOKENS, SHORT_PROMPT, SHORT_EVERY_S = 8, 40, 0.5
+ANSWER_S = 120.0
+GOODPUT, REFUSAL_SHARE, TTFT_RATIO = 0.9, 0.05, 1.5
+GROWTH_BYTES = 512 << 20
+SLOW_CLIENTS, ADDRESSES, SLOW_S = int(10_000 * SCALE), 100, 40.0
+LARGE_BYTES, LARGE_CLIENTS, LARGE_S = 30 << 20, 24, 30.0 * SCALE
+KEYS = "greedy sk-greedy\nmodest sk-modest\n"
+AUTH = {"overrides": {"greedy": {"concurrent_requests": 64}}}
+"""The greedy key may not fill the queue, which all keys share."""
+
+
+@dataclass
+class Load:
+    """What the clients of a load saw."""
+
+    answered: int = 0
+    tokens: int = 0
+    """Tokens of prompts and answers of answered requests."""
+    refused: int = 0
+    undocumented: list[str] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    in_window: int = 0
+    """Tokens of requests that were answered while the load went on."""
+    ends: float = float("inf")
+
+    def note(self, prompt: int, ttft_s: float) -> None:
+        """Count an answered request."""
+        self.answered += 1
+        self.tokens += prompt + ANSWER_TOKENS
+        self.ttft_s.append(ttft_s)
+        if time.monotonic() <= self.ends:
+            self.in_window += prompt + ANSWER_TOKENS
+
+    def failed(self, failure: str) -> None:
+        """Count a request that was refused or failed."""
+        if "429" in failure:
+            self.refused += 1
+        elif not documented(failure):
+            self.undocumented.append(failure[:300])
+
+    def p95_s(self) -> float:
+        """Return the time to first token that one request in twenty exceeds."""
+        return sorted(self.ttft_s)[int(0.95 * len(self.ttft_s))] if self.ttft_s else ANSWER_S
+
+
+class Processes:
+    """Memory and processor time of the router and what stands before it, while a load goes on."""
+
+    def __init__(self, server: Deployed) -> None:
+        (router,) = server.pids("Router")
+        self._pids = [router, *_parsers(router)]
+        self._pids += [pid for pid in session_of(server.head.pid) if _is_haproxy(pid)]
+        self._router, self._over = router, threading.Event()
+        self.most_bytes = self.first_bytes = self._bytes()
+        self._thread = threading.Thread(target=self._sample, name="sampler")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Sample memory meanwhile."""
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.2):
+            self.most_bytes = max(self.most_bytes, self._bytes())
+
+    def _bytes(self) -> int:
+        return sum(_resident(pid) for pid in self._pids)
+
+    @property
+    def grown_bytes(self) -> int:
+        """Return the most that they grew by."""
+        return self.most_bytes - self.first_bytes
+
+    def cpu_s(self) -> float:
+        """Return the processor time that the router has used."""
+        fields = Path(f"/proc/{self._router}/stat").read_text().rsplit(") ", 1)[1].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident(pid: int) -> int:
+    with suppress(OSError):  # a parser may have been replaced
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _parsers(router: int) -> list[int]:
+    children = Path(f"/proc/{router}/task/{router}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def _is_haproxy(pid: int) -> bool:
+    with suppress(OSError):
+        return name_of(pid) == "haproxy"
+    return False
+
+
+# --- clients -----------------------------------------------------------------------------------
+
+
+def body(prompt: Sequence[int]) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+async def ask(client: httpx.AsyncClient, prompt: Sequence[int], load: Load) -> None:
+    """Send one request, and note what became of it."""
+    began, first = time.monotonic(), None
+    try:
+        async with client.stream("POST", "/v1/completions", json=body(prompt)) as answer:
+            if not answer.is_success:
+                await answer.aread()
+                return load.failed(f"{answer.status_code}: {answer.text}")
+            async for line in answer.aiter_lines():
+                if '"error"' in line:
+                    return load.failed(line)
+                if first is None and line.startswith("data: {"):
+                    first = time.monotonic() - began
+        return load.note(len(prompt), first or ANSWER_S)
+    except httpx.HTTPError as error:
+        return load.failed(repr(error))
+
+
+@asynccontextmanager
+async def clients_of(server: Deployed, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=ANSWER_S, limits=limits, headers=headers
+    ) as client:
+        yield client
+
+
+class Prompts:
+    """Random prompts of the overload's lengths, none of which is cached."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def long(self) -> list[int]:
+        return self.of(self._random.choice(LENGTHS))
+
+    def of(self, length: int) -> list[int]:
+        return [self._random.randrange(256) for _ in range(length)]
+
+
+async def closed_loop(server: Deployed, prompts: Prompts, seconds: float) -> Load:
+    """Send requests one after the other from each of a few clients."""
+    load = Load()
+    load.ends = load.began + seconds
+
+    async def client_loop(client: httpx.AsyncClient) -> None:
+        while time.monotonic() < load.ends:
+            await ask(client, prompts.long(), load)
+
+    async with clients_of(server) as client:
+        await asyncio.gather(*(client_loop(client) for _ in range(CLIENTS)))
+    return load
+
+
+async def open_loop(
+    client: httpx.AsyncClient, prompt: Callable[[], list[int]], every_s: float, seconds: float
+) -> Load:
+    """Send requests at set times, whatever becomes of those before."""
+    load = Load()
+    load.ends = load.began + seconds
+    tasks, number = [], 0
+    while (due := load.began + number * every_s) < load.ends:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        tasks.append(asyncio.create_task(ask(client, prompt(), load)))
+        number += 1
+    await asyncio.gather(*tasks)
+    return load
+
+
+async def beside(server: Deployed, work: Coroutine[Any, Any, Any], prompts: Prompts) -> Load:
+    """Send short requests while something else goes on; return what became of these."""
+    load = Load()
+
+    async def short(client: httpx.AsyncClient) -> None:
+        while True:
+            await ask(client, prompts.of(SHORT_PROMPT), load)
+            await asyncio.sleep(SHORT_EVERY_S)
+
+    async with clients_of(server) as client:
+        task = asyncio.create_task(short(client))
+        try:
+            await work
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    return load
+
+
+# --- trials ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def own_server(bench: Bench, **args: Any) -> Iterator[Deployed]:
+    """Start a server for one trial, alone on the machine."""
+    bench.close()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        if "auth" in args:
+            (run_dir / "keys").write_text(KEYS)
+            args["api_keys_file"] = str(run_dir / "keys")
+        with deployed(bench.model_dir, run_dir, **GANGS, **args) as server:
+            yield server
+
+
+def _judged(outcome: Outcome, name: str, value: float, *, most: float) -> None:
+    """Note a figure, and that it is missed if it is above its limit."""
+    outcome.measured[name] = round(value, 4)
+    if value > most:
+        outcome.missed.append(f"{name} is {value:.3g}, at most {most:.3g} expected")
+
+
+def _shorts(outcome: Outcome, shorts: Load) -> None:
+    outcome.tries += shorts.answered + shorts.refused + len(shorts.undocumented)
+    outcome.documented += shorts.refused
+    outcome.undocumented += shorts.undocumented[:5]
+    outcome.measured |= {
+        "short_answered": shorts.answered,
+        "short_refused": shorts.refused,
+        "short_p95_s": round(shorts.p95_s(), 3),
+    }
+    if not shorts.answered:
+        outcome.missed.append("no short request was served")
+
+
+def rate_run(bench: Bench, trial: Trial) -> Outcome:
+    """Send ten times as many long prompts as the server can compute."""
+    outcome, prompts = Outcome(tries=0), Prompts(trial.seed)
+    with own_server(bench, deadlines={"request_s": ANSWER_S}) as server:
+        processes = Processes(server)
+        asyncio.run(closed_loop(server, prompts, 5.0))  # warm-up
+        cpu_s = processes.cpu_s()
+        peak = asyncio.run(closed_loop(server, prompts, PEAK_S))
+        peak_share = (processes.cpu_s() - cpu_s) / PEAK_S
+        every_s = PEAK_S / max(1, peak.answered) / TIMES
+        found = Load()
+
+        async def overload() -> None:
+            nonlocal found
+            async with clients_of(server) as client:
+                found = await open_loop(client, prompts.long, every_s, OVERLOAD_S)
+
+        cpu_s = processes.cpu_s()
+        with processes.watched():
+            shorts = asyncio.run(beside(server, overload(), prompts))
+        took_s = time.monotonic() - found.began
+        share = (processes.cpu_s() - cpu_s) / took_s
+    outcome.tries = found.answered + found.refused + len(found.undocumented)
+    outcome.documented, outcome.undocumented = found.refused, found.undocumented[:5]
+    _shorts(outcome, shorts)
+    peak_rate, rate = peak.in_window / PEAK_S, found.in_window / OVERLOAD_S
+    outcome.measured |= {
+        "peak_tokens_per_s": round(peak_rate),
+        "tokens_per_s": round(rate),
+        "requests_per_s": round(1 / every_s, 2),
+        "answered": found.answered,
+        "refused": found.refused,
+    }
+    _judged(outcome, "goodput_lost", 1 - rate / max(1.0, peak_rate), most=1 - GOODPUT)
+    _judged(outcome, "refusals_cpu_share", share - peak_share, most=REFUSAL_SHARE)
+    _judged(outcome, "grew_mib", processes.grown_bytes / 2**20, most=GROWTH_BYTES >> 20)
+    return outcome
+
+
+def slow_run(bench: Bench, trial: Trial) -> Outcome:
+    """Hold ten thousand connections that send a byte now and then, from a hundred addresses."""
+    return _beside_clients(bench, trial, lambda server: _slow_clients(server))
+
+
+def large_run(bench: Bench, trial: Trial) -> Outcome:
+    """Send bodies nearly as large as the server reads, many at a time."""
+    return _beside_clients(bench, trial, lambda server: _large_bodies(server))
+
+
+def _beside_clients(
+    bench: Bench, trial: Trial, work: Callable[[Deployed], Coroutine[Any, Any, Counter[str]]]
+) -> Outcome:
+    outcome, prompts, seen = Outcome(tries=0), Prompts(trial.seed), Counter[str]()
+    with own_server(bench) as server:
+        processes = Processes(server)
+
+        async def bother() -> None:
+            seen.update(await work(server))
+
+        alone = asyncio.run(beside(server, asyncio.sleep(10.0), prompts))
+        with processes.watched():
+            shorts = asyncio.run(beside(server, bother(), prompts))
+        server.assert_only_cache_left()
+    _shorts(outcome, shorts)
+    outcome.measured |= {name.replace(" ", "_"): count for name, count in seen.items()}
+    outcome.measured["short_p95_alone_s"] = round(alone.p95_s(), 3)
+    _judged(outcome, "grew_mib", processes.grown_bytes / 2**20, most=GROWTH_BYTES >> 20)
+    return outcome
+
+
+async def _slow_clients(server: Deployed) -> Counter[str]:
+    address, seen = urlsplit(server.url), Counter[str]()
+    ends = time.monotonic() + SLOW_S
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: slow\r\ncontent-length: 100000\r\n"
+
+    async def one(number: int) -> None:
+        source = f"127.0.{1 + number % ADDRESSES}.1"
+        await asyncio.sleep(number / SLOW_CLIENTS * 5.0)
+        while time.monotonic() < ends:
+            try:
+                async with asyncio.timeout(SLOW_S):
+                    _, writer = await asyncio.open_connection(
+                        address.hostname, address.port, local_addr=(source, 0)
+                    )
+            except (OSError, TimeoutError):
+                seen["connections refused"] += 1
+                await asyncio.sleep(5.0)
+                continue
+            seen["connections"] += 1
+            try:
+                for byte in head:
+                    if time.monotonic() >= ends:
+                        break
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(2.0)
+            except OSError:
+                seen["connections ended"] += 1
+            finally:
+                writer.transport.abort()
+
+    await asyncio.gather(*(one(number) for number in range(SLOW_CLIENTS)))
+    return seen
+
+
+async def _large_bodies(server: Deployed) -> Counter[str]:
+    seen, ends = Counter[str](), time.monotonic() + LARGE_S
+    bodies = [
+        b'{"model": "%s", "prompt": "%s"}' % (MODEL.encode(), b"word " * (LARGE_BYTES // 5)),
+        b'{"model": "%s", "prompt": [%s1]}' % (MODEL.encode(), b"1," * (LARGE_BYTES // 2)),
+        b'{"model": "%s", "messages": [%s]}' % (MODEL.encode(), b"{}," * (LARGE_BYTES // 3)),
+    ]
+
+    async def one(number: int, client: httpx.AsyncClient) -> None:
+        while time.monotonic() < ends:
+            content = bodies[number % len(bodies)]
+            path = "/v1/chat/completions" if number % len(bodies) == 2 else "/v1/completions"
+            try:
+                answer = await client.post(path, content=content)
+                seen[f"large {answer.status_code}"] += 1
+            except httpx.HTTPError as error:
+                seen[f"large {type(error).__name__}"] += 1
+            await asyncio.sleep(0.05)
+
+    async with clients_of(server) as client:
+        await asyncio.gather(*(one(number, client) for number in range(LARGE_CLIENTS)))
+    return seen
+
+
+MODEST_EVERY_S, MODEST_PROMPT, MODEST_S = 2.0, 2_000, 60.0 * SCALE
+
+
+def modest_run(bench: Bench, trial: Trial) -> Outcome:
+    """Compare the times to first token of a key that uses under half its share, alone and beside a
+    key that sends as much as it can."""
+    outcome, prompts = Outcome(tries=0), Prompts(trial.seed)
+
+    def modest() -> list[int]:
+        return prompts.of(MODEST_PROMPT)
+
+    async def measure(server: Deployed, *, flooded: bool) -> tuple[Load, Load]:
+        flood = Load()
+
+        async def send(client: httpx.AsyncClient) -> None:
+            while True:
+                await ask(client, prompts.of(random.choice((2_000, 4_000))), flood)
+                await asyncio.sleep(0.01)
+
+        async with (
+            clients_of(server, "sk-greedy") as greedy,
+            clients_of(server, "sk-modest") as own,
+        ):
+            tasks = [asyncio.create_task(send(greedy)) for _ in range(64 * flooded)]
+            await asyncio.sleep(5.0 * flooded)
+            try:
+                return await open_loop(own, modest, MODEST_EVERY_S, MODEST_S), flood
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    with own_server(bench, auth=AUTH) as server:
+        alone, _ = asyncio.run(measure(server, flooded=False))
+        beside_it, flood = asyncio.run(measure(server, flooded=True))
+    outcome.tries = alone.answered + beside_it.answered + flood.answered + flood.refused
+    outcome.undocumented = [*alone.undocumented, *beside_it.undocumented, *flood.undocumented][:5]
+    outcome.documented = flood.refused + beside_it.refused
+    outcome.measured = {
+        "alone_p95_s": round(alone.p95_s(), 3),
+        "beside_p95_s": round(beside_it.p95_s(), 3),
+        "greedy_answered": flood.answered,
+        "modest_refused": beside_it.refused,
+    }
+    ratio = beside_it.p95_s() / alone.p95_s()
+    _judged(outcome, "ttft_ratio", ratio, most=TTFT_RATIO * slowdown())
+    if beside_it.refused:
+        outcome.missed.append(f"{beside_it.refused} requests of the modest key were refused")
+    return outcome
+
+
+TRIALS = [
+    Trial(fault="overload", target=target, seed=1, run=run, about_s=about_s, limit_s=900)
+    for target, run, about_s in (
+        ("ten times the rate", rate_run, 260.0),
+        ("slow clients", slow_run, 130.0),
+        ("large bodies", large_run, 120.0),
+        ("a modest key", modest_run, 220.0),
+    )
+]
