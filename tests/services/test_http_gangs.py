@@ -172,7 +172,7 @@ async def test_the_model_card_has_the_longest_length_that_fits_the_gangs(
         assert f"context length is {promised} tokens" in longer.json()["error"]["message"]
 
 
-async def test_an_answer_without_max_tokens_fits_one_instance(
+async def test_an_answer_without_max_tokens_takes_a_quarter_of_the_decode_gang(
     parser: RequestParser,
 ) -> None:
     decode = FakeGang("decode", "d1", kv_slots=100)
@@ -180,7 +180,7 @@ async def test_an_answer_without_max_tokens_fits_one_instance(
         server.cell.run_by_itself()
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         response = await server.client.post("/v1/chat/completions", json=body)
-        assert response.json()["usage"]["completion_tokens"] == 100
+        assert response.json()["usage"]["completion_tokens"] == 2 * 100 // 4
 
 
 # --- before admission ------------------------------------------------------------------------

@@ -70,7 +70,8 @@ async def test_an_end_counts_the_tokens_of_all_attempts(how: str) -> None:
 async def test_reports_of_all_ranks_of_an_instance_are_one_event() -> None:
     """Of two instances with two ranks each."""
     gangs = {role: FakeGang(role, f"{role}1", tp=2) for role in ("prefill", "decode")}  # type: ignore[arg-type]
-    async with fake_cell(make_scheduler=Recording, **gangs) as cell:
+    spread = {"spread_tokens": 8192}
+    async with fake_cell(make_scheduler=Recording, options=spread, **gangs) as cell:
         handle = cell.submit(tokens=8500, max_tokens=2)
         sequence_id = await cell.decoding(handle)
         cell.finish(sequence_id, 2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from black_holes import swallow
@@ -171,6 +172,7 @@ async def test_a_gang_out_of_reach_is_replaced_once_in_a_while(knows: bool) -> N
     )
     failures: list[BaseException | None] = []
     cluster._reconciler._ended = failures.append
+    cluster.listen(Mock(busy=False))
     await cluster.start()
     try:
         await until(lambda: len(failures) == 3)
