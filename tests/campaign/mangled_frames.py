@@ -471,14 +471,14 @@ async def mangled_rpc(seed: int, count: int) -> Findings:
 # --- a gang's log ------------------------------------------------------------------------------
 
 ENTRIES: list[Any] = [
-    log.Entry(1, log.Change(0, 1, joined=((7, 5), (8, None)), left=(9,), budget=64)),
-    log.Entry(2, log.Iterate(0, 1, 8, group=(0, 1))),
-    log.Entry(3, log.RunQuantum(3, 5, cancelled=(7,))),
-    log.Entry(4, log.Abort(3)),
-    log.Entry(5, log.EndOwner(9)),
-    log.Entry(6, log.Free(7, (Span(0, 8), Span(9, 17, 2)))),
-    log.Entry(7, log.PlaceSequence(7, (0, 1), 1)),
-    log.Entry(8, log.Shutdown()),
+    log.LogEntry(1, log.Change(0, 1, joined=((7, 5), (8, None)), left=(9,), budget=64)),
+    log.LogEntry(2, log.Iterate(0, 1, 8, group=(0, 1))),
+    log.LogEntry(3, log.RunQuantum(3, 5, cancelled=(7,))),
+    log.LogEntry(4, log.Abort(3)),
+    log.LogEntry(5, log.EndOwner(9)),
+    log.LogEntry(6, log.Free(7, (Span(0, 8), Span(9, 17, 2)))),
+    log.LogEntry(7, log.PlaceSequence(7, (0, 1), 1)),
+    log.LogEntry(8, log.Shutdown()),
 ]
 REPORTS: list[Any] = [
     log.Prepared(1, 3),
