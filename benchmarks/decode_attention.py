@@ -1,6 +1,7 @@
-"""Attention of a decode iteration: compiled code against torch's flash kernel.
+"""Attention of a decode iteration, or of prompts: compiled code against torch's flash kernel.
 
     python benchmarks/decode_attention.py [--rounds 15] [--threads 1] [--json FILE]
+    python benchmarks/decode_attention.py --prompts [--rounds 5]
 
 Rows have one query each, over a token-major KV cache of several layers, more than fits into a
 processor's caches. In each round every contender takes its turn, and so does a dot product of two
@@ -11,6 +12,8 @@ several threads nothing does.
 - gb_s: KV read, of compiled code in the row's dtype. read: that over the dot product's.
 - flash: time of torch's kernel on the same KV over ours.
 - over_fp32: our time over our time with fp32 KV.
+
+With `--prompts` rows are whole prompts, and chunks of 128 tokens behind 8,192: causal attention.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import report
@@ -26,6 +30,7 @@ import torch
 
 from csps.kernels import cpu_attention, cpu_decode
 from csps.kernels.arguments import SlotRuns
+from csps.kernels.attention import attention
 
 SHAPES = [(4, 2, 32), (16, 8, 64), (32, 8, 128)]
 """Query heads, KV heads and head dim."""
@@ -34,6 +39,8 @@ BATCHES = [(1, 512), (1, 2048), (1, 8192), (1, 16384), (64, 500)]
 COLD_BYTES = 128 * 2**20
 """Least fp32 KV of all layers."""
 READ_NUMBERS = 16 * 2**20
+PROMPTS = [(1024, 0), (4096, 0), (128, 8192)]
+"""Tokens, and tokens of their history."""
 
 
 def main() -> None:
@@ -41,8 +48,18 @@ def main() -> None:
     parser = report.with_json_option(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompts", action="store_true", help="measure prompts instead")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.prompts:
+        rows = [row for shape in SHAPES for row in of_prompts(shape, args)]
+        figures = {
+            "benchmark": "prompt_attention",
+            "threads": args.threads,
+            "least_flash": min(row["flash"] for row in rows),
+        }
+        report.publish(figures, rows, args.json)
+        return
     rows = [row for shape in SHAPES for batch in BATCHES for row in measured(shape, batch, args)]
     long = [row for row in rows if row["keys"] >= 8192]
     figures = {
@@ -54,6 +71,55 @@ def main() -> None:
         "least_flash": min(row["flash"] for row in rows),
     }
     report.publish(figures, rows, args.json)
+
+
+def of_prompts(shape: tuple[int, int, int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each prompt and dtype."""
+    heads, kv_heads, dim = shape
+    rows = []
+    for tokens, history in PROMPTS:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert cpu_decode.prepare(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+            q = torch.randn(tokens, heads, dim).to(dtype)
+            k, v = torch.randn(2, history + tokens, kv_heads, dim).to(dtype)
+            positions = range(history, history + tokens), range(history + tokens)
+
+            def attend(prepared: Callable[..., object]) -> None:
+                cpu_attention.prepared = prepared  # type: ignore[assignment]
+                attention(q, k, v, q_positions=positions[0], k_positions=positions[1])  # noqa: B023
+
+            contenders = {
+                "compiled": partial(attend, cpu_decode.prepared),
+                "flash": partial(attend, lambda *_: None),
+            }
+            medians = in_turns(contenders, args)
+            rows.append(
+                {
+                    "shape": f"{heads},{kv_heads},{dim}",
+                    "tokens": tokens,
+                    "history": history,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "ms": 1e3 * medians["compiled"],
+                    "flash": medians["flash"] / medians["compiled"],
+                }
+            )
+    return rows
+
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], object]], args: argparse.Namespace
+) -> dict[str, float]:
+    """Return the median time of each."""
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
+        run()
+    for _ in range(args.rounds):
+        for name, run in contenders.items():
+            begin = clock()
+            run()
+            times[name].append(clock() - begin)
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def measured(
@@ -76,16 +142,7 @@ def measured(
             ("flash", cpu_attention.decode_by_flash),
         ):
             contenders[f"{name} {dtype}"] = _all_layers(attend, q, caches, runs, dim**-0.5)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in contenders.values():
-        run()
-    for _ in range(args.rounds):
-        for name, run in contenders.items():
-            begin = clock()
-            run()
-            times[name].append(clock() - begin)
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    medians = in_turns(contenders, args)
     read_gb_s = 8e-9 * READ_NUMBERS / medians["read"]
     rows = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -49,7 +49,7 @@ from csps.services.telemetry.traces.spans import RecordedSpan, Trace, read_spans
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gang_driver
-from gang_driver import Cell, GangPlan, Request, job_of
+from gang_driver import Cell, GangPlan, Request, prefill_step
 from gang_processes import ProcessGang
 
 gang_driver.ANSWER_S = 600.0
@@ -202,7 +202,7 @@ def _chunks(
             placement=(*rows, *moves) if moves else (),
         )
         yield (
-            job_of([chunk], group, strategy=strategy, trace=trace),
+            prefill_step([chunk], group, strategy=strategy, trace=trace),
             request.prompt[start:stop],
         )
         start, lying = stop, (*outside(lying, moves), *moves, *rows)

@@ -31,7 +31,7 @@ from csps.protocols.rpc.schema import pack
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gang_driver
-from gang_driver import Cell, GangPlan, Request, job_of
+from gang_driver import Cell, GangPlan, Request, prefill_step
 from gang_processes import attached_processes
 
 gang_driver.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
@@ -105,8 +105,8 @@ async def prefill(
     """
     cell.prefill = gang
     prompt = np.random.default_rng(seed).integers(3, 256, length).astype("<i4")
-    request = Request(sequence_id=max(cell.jobs, default=0) + 1, prompt=prompt, slices=())
-    job = job_of([request.chunk()], range(gang.instances), **fields)
+    request = Request(sequence_id=max(cell.steps, default=0) + 1, prompt=prompt, slices=())
+    job = prefill_step([request.chunk()], range(gang.instances), **fields)
     begin = time.perf_counter()
     step_id = cell.submit(job, prompt)
     await cell.until(lambda: cell.about(SampledToken, sequence_id=request.sequence_id))

@@ -41,8 +41,9 @@ python benchmarks/reliability.py    # write this page
 
 During a trial, a short request is sent four times a second, and `/health` is asked as often.
 Streams bring the server into the state: *queued* behind others, in *prefill*, with KV in
-*transfer*, in *decode*, *piggybacked* on decode iterations, or *moving* between instances. Prompts
-and seeds are fixed.
+*transfer*, in *decode*, or *piggybacked* on decode iterations; on an elastic gang, to one of its
+[changes](metrics.md#elastic-gangs). *Parsing* sends large bodies after the fault. Prompts and seeds
+are fixed.
 
 A *black hole* swallows all packets of a connection and of those that try to replace it, *one way*
 those that arrive at the named process, *one way back* those that it sends. *Loss* drops one packet

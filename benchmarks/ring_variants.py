@@ -59,7 +59,7 @@ from csps.protocols.rpc.schema import pack
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gang_driver
-from gang_driver import Cell, GangPlan, Request, job_of
+from gang_driver import Cell, GangPlan, Request, prefill_step
 from gang_processes import attached_processes
 
 gang_driver.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
@@ -138,7 +138,7 @@ class OneGroup:
     ) -> Any:
         rows = () if layout == "contiguous" else self._slices(layout, start, stop)
         chunk = request.chunk(start, stop, rows=rows, history=history)
-        return job_of([chunk], range(self.count), strategy=strategy)
+        return prefill_step([chunk], range(self.count), strategy=strategy)
 
 
 class TwoServers:

@@ -43,7 +43,7 @@ from csps.protocols.rpc.schema import unpack
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from gang_driver import Cell, Request, even_shares
+from gang_driver import Cell, Request, even_slices
 from gang_processes import process_cell
 
 WARM_UP_ROUNDS = 2
@@ -203,7 +203,7 @@ async def _bare_gap(cell: Cell, args: argparse.Namespace, sequence_id: int) -> f
     request = Request(
         sequence_id=sequence_id,
         prompt=prompt.astype("<i4"),
-        slices=even_shares(args.prompt, [0]),
+        slices=even_slices(args.prompt, [0]),
         sampling=Sampling(temperature=0, max_tokens=args.tokens),
     )
     cell.notified = stamp  # type: ignore[method-assign]

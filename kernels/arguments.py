@@ -6,7 +6,7 @@ The checks run before a kernel could read past the end of a tensor.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +21,11 @@ SlotRun = tuple[int, int, int]
 
 _UNEVEN = 8
 """A thread may have 1/8 more or less than its share of tokens, if no row is cut for that."""
-PART_FIELDS = 5
-"""Integers of a part: first query row, first output row, rows, first run, end of its runs."""
+PART_FIELDS = 6
+"""Integers of a part: first query row, first output row, rows, first run, end of its runs, and the
+first slot that the first row does not see; each further row sees one more."""
+EVERY_SLOT = 1 << 62
+"""Slot beyond all, for rows that see whole runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +51,36 @@ class RowParts:
         """Return parts of at most so many rows, all of which see slots [0, slots)."""
         count = max(threads, -(-rows // most_rows))
         cuts = [rows * part // count for part in range(count + 1)]
-        parts = [(start, start, stop - start, 0, 1) for start, stop in pairwise(cuts)]
+        parts = [(start, start, stop - start, 0, 1, EVERY_SLOT) for start, stop in pairwise(cuts)]
         of_thread = [count * thread // threads for thread in range(threads + 1)]
         return cls(
             parts=_integers(parts),
             runs=_integers([(0, slots)]),
+            of_thread=[range(start, stop) for start, stop in pairwise(of_thread)],
+            rows=rows,
+            most_rows=max(part[2] for part in parts),
+            further=[],
+        )
+
+    @classmethod
+    def of_staircase(cls, rows: int, first: int, *, threads: int, most_rows: int) -> RowParts:
+        """Return parts of at most so many rows. The first row sees slots [0, first), and each
+        further one sees one more."""
+        # A thread's first rows see fewer slots than its last, so threads share slots, not rows.
+        seen = [0, *accumulate(range(first, first + rows))]
+        bounds = [bisect_left(seen, seen[-1] * thread // threads) for thread in range(threads + 1)]
+        parts: list[tuple[int, ...]] = []
+        of_thread = [0]
+        for begin, end in pairwise(bounds):
+            for start in range(begin, end, most_rows):
+                stop = min(start + most_rows, end)
+                parts.append(
+                    (start, start, stop - start, len(parts), len(parts) + 1, first + start)
+                )
+            of_thread.append(len(parts))
+        return cls(
+            parts=_integers(parts),
+            runs=_integers([(0, first + part[0] + part[2] - 1) for part in parts]),
             of_thread=[range(start, stop) for start, stop in pairwise(of_thread)],
             rows=rows,
             most_rows=max(part[2] for part in parts),
@@ -132,12 +160,13 @@ class SlotRuns:
         for (row, thread), pieces in groupby(self._pieces(bounds), key=lambda piece: piece[:2]):
             first, again = len(runs), row not in empty
             runs += [(begin, end) for _, _, begin, end in pieces]
-            parts.append((row, self.rows + len(further) if again else row, 1, first, len(runs)))
+            out_row = self.rows + len(further) if again else row
+            parts.append((row, out_row, 1, first, len(runs), EVERY_SLOT))
             if again:
                 further.append(row)
             empty.discard(row)
             ends[thread] = len(parts)
-        parts += [(row, row, 1, 0, 0) for row in empty]
+        parts += [(row, row, 1, 0, 0, EVERY_SLOT) for row in empty]
         ends[-1] = len(parts)
         return RowParts(
             parts=_integers(parts),

@@ -1,6 +1,6 @@
 """Attention, decode attention and importance on CPU, without a mask where none is needed.
 
-Few queries run compiled code where it was prepared (`cpu_decode`). Otherwise attention runs torch's
+Attention runs compiled code where it was prepared and is faster (`cpu_decode`), otherwise torch's
 flash kernel, which returns the LSE and supports GQA; matmul, softmax and matmul reach a third of
 its speed. Without a mask tensor, which costs time and memory, the kernel knows two forms only: "all
 keys" and "causal from the top left corner".
@@ -179,6 +179,9 @@ def _attend_diagonal(
     k_thd, v_thd = k_thd[:stop], v_thd[:stop]
     if len(q_thd) == 1:
         return _attend_dense(q_thd, k_thd, v_thd, scale)
+    compiled = prepared(q_thd, k_thd, v_thd)
+    if compiled is not None and len(q_thd) <= compiled.most_queries:
+        return compiled.attend_staircase(q_thd, k_thd, v_thd, corner + 1, scale)
     out_thd, lse_ht = _flash(q_thd, k_thd[corner:], v_thd[corner:], scale, causal=True)
     if corner:
         merge_into(out_thd, lse_ht, *_attend_dense(q_thd, k_thd[:corner], v_thd[:corner], scale))

@@ -1,8 +1,9 @@
-"""Attention of few queries on CPUs, in compiled code: decode, and short chunks behind long history.
+"""Attention on CPUs in compiled code: decode, prompts, and chunks of prompts behind their history.
 
-torch's flash kernel is made for many queries. For one it reads memory at a quarter of a core's
-speed, and each call takes 13 us besides. Here one call computes all rows of a layer, over runs of
-slots, and reads keys and values once (`cpu_decode_ir`).
+For one query torch's flash kernel reads memory at a quarter of a core's speed, and each call takes
+13 us besides. Here one call computes all rows of a layer, over runs of slots, and reads keys and
+values once (`cpu_decode_ir`). With as many queries as a prompt has it is still faster, 1.2 to 2.4
+times on a processor without AMX, since the query heads of a KV head share what they load.
 
 A shape of heads has to be prepared, since compiling takes about a second, for which no request
 should wait. Whatever is not prepared, or cannot be compiled, runs torch's kernel.
@@ -79,6 +80,17 @@ class DecodeKernel:
         tokens, rows = len(k_thd), len(q_thd)
         threads = min(self._threads(tokens * rows), rows)
         parts = RowParts.of_one_run(rows, tokens, threads=threads, most_rows=PART_ROWS)
+        out_thd, lse_th = self._run(q_thd, k_thd, v_thd, parts, scale)
+        return out_thd, lse_th.T
+
+    def attend_staircase(
+        self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, first: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend query i to the first `first` + i keys, of which there are at least one and at most
+        all; return out (t, h, d) and lse (h, t)."""
+        rows = len(q_thd)
+        threads = min(self._threads(rows * (first + rows // 2)), rows)
+        parts = RowParts.of_staircase(rows, first, threads=threads, most_rows=PART_ROWS)
         out_thd, lse_th = self._run(q_thd, k_thd, v_thd, parts, scale)
         return out_thd, lse_th.T
 

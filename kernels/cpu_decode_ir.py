@@ -149,7 +149,7 @@ class _Kernel:
             code.integer_argument("first_part"), code.integer_argument("end_part")
         ) as number:
             part = parts + number * PART_FIELDS
-            q_row, out_row, rows, first_run, end_run = (
+            q_row, out_row, rows, first_run, end_run, unseen = (
                 (part + field).integer() for field in range(PART_FIELDS)
             )
             queries = code.address("q", Element.FP32) + q_row * cells
@@ -161,10 +161,12 @@ class _Kernel:
                 begin, end = (runs + run * 2).integer(), (runs + run * 2 + 1).integer()
                 with code.loop(begin, end, BLOCK) as slot:
                     slots = (end - slot).least(BLOCK)
-                    with code.loop(0, rows) as row:
-                        self._write_scores(queries + row * cells, slot, slots)
-                        self._weigh(outs + row * cells, self._state_of(row), slots)
-                        self._add_values(outs + row * cells, slot, slots)
+                    # Rows that see none of the block are the first ones: they see fewest.
+                    with code.loop((slot - unseen + 1).most(0), rows) as row:
+                        seen = slots.least(unseen + row - slot)
+                        self._write_scores(queries + row * cells, slot, seen)
+                        self._weigh(outs + row * cells, self._state_of(row), seen)
+                        self._add_values(outs + row * cells, slot, seen)
             with code.loop(0, rows) as row:
                 self._end(outs + row * cells, lses + row * shape.heads, self._state_of(row))
         return code.text()

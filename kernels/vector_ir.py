@@ -75,6 +75,12 @@ class Int:
         """Return the greatest multiple of a power of two that is not above this."""
         return Int(self.code, self.code.builder.and_(self.value, self.code.integer(-multiple)))
 
+    def most(self, other: Int | int) -> Int:
+        """Return the greater of two."""
+        builder, bound = self.code.builder, self.code.integer(other)
+        above = builder.icmp_signed(">", self.value, bound)
+        return Int(self.code, builder.select(above, self.value, bound))
+
     def least(self, other: Int | int) -> Int:
         """Return the lesser of two."""
         builder, bound = self.code.builder, self.code.integer(other)

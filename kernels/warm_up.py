@@ -3,8 +3,8 @@
 A variant takes seconds to compile. In the middle of serving, all peers of the rank would wait for
 it in an exchange. So a rank launches each variant once before it is ready. Lengths do not tell
 variants apart (`triton_blocks`); what does is the number of query heads of a KV head, whether
-positions are compared, whether a call has few rows or many, and for merging the dtype of a part and
-whether its address is a multiple of 16.
+positions are compared, with a window or without, whether a call has few rows or many, and for
+merging the dtype of a part and whether its address is a multiple of 16.
 
 Shape suffixes as in `csps.kernels.attention`.
 """
@@ -29,16 +29,18 @@ def launch_variants(
     kv_heads: int,
     head_dim: int,
     groups: Iterable[int],
+    window: int | None = None,
 ) -> None:
     """Launch every variant that calls of a rank can need, on a few tokens.
 
     Args:
         heads, kv_heads: of the rank; decode attends with all of them.
         groups: numbers of query heads of a KV head in other calls.
+        window: positions that layers with a window see; None if there are no such layers.
     """
     for group in groups:
         for tokens in (1, triton_attention.SHORT_ROWS // group + 1):
-            _attend(device, dtype, group, head_dim, tokens)
+            _attend(device, dtype, group, head_dim, tokens, window)
     cache_shd = torch.zeros(KEYS, kv_heads, head_dim, dtype=dtype, device=device)
     q_rhd = torch.zeros(1, heads, head_dim, dtype=dtype, device=device)
     runs = SlotRuns(1, [(0, 0, KEYS)])
@@ -48,15 +50,23 @@ def launch_variants(
 
 
 def _attend(
-    device: torch.device, dtype: torch.dtype, group: int, head_dim: int, tokens: int
+    device: torch.device,
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    tokens: int,
+    window: int | None,
 ) -> None:
-    """Attend and score as many tokens, with positions and without."""
+    """Attend and score as many tokens, with positions and without, and with a window."""
     q_thd = torch.zeros(tokens, group, head_dim, dtype=dtype, device=device)
     k_thd = torch.zeros(tokens, 1, head_dim, dtype=dtype, device=device)
     positions = torch.arange(tokens, device=device)
     for at in (positions, None):
         _, lse_ht = triton_attention.attention(q_thd, k_thd, k_thd, at, at, 1.0, None, None)
         triton_importance.column_sums(q_thd, k_thd, lse_ht, at, at, 1.0, None, None)
+    if window is not None:
+        at = positions
+        triton_attention.attention(q_thd, k_thd, k_thd, at, at, 1.0, None, None, window)
 
 
 def _merge(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Sparse attention jobs for tests: random ones, run on ranks, and by brute force."""
+"""Sparse attention steps for tests: random ones, run on ranks, and by brute force."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class CsaCase:
-    """A job, the heads of its model, and random queries, keys and values of each layer."""
+    """A step, the heads of its model, and random queries, keys and values of each layer."""
 
     plan: CsaPlan
     lengths: tuple[int, ...]
@@ -54,7 +54,7 @@ class CsaCase:
         return len(self.bounds) - 1
 
     @property
-    def job(self) -> PrefillStep:
+    def step(self) -> PrefillStep:
         return PrefillStep(
             step_id=1,
             group=tuple(range(self.members)),
@@ -167,8 +167,8 @@ def layers_on_ranks(
         shape = ModelShape(
             layers=case.layers, heads=case.heads, kv_heads=case.kv_heads, head_dim=DIM, tp=1
         )
-        points = YieldPoints(step_points(case.job, shape), partial(part, rank))
-        group = replace(world.group(case.job, rank, clock), points=points)
+        points = YieldPoints(step_points(case.step, shape), partial(part, rank))
+        group = replace(world.group(case.step, rank, clock), points=points)
         with Csa(group, case.schedule, case.pool(rank), heads=case.heads, scale=SCALE) as csa:
             results = []
             for layer, tensors in enumerate(qkv):
@@ -293,7 +293,7 @@ def scattered(draw: st.DrawFn, length: int, instances: int) -> tuple[KvSlice, ..
 
 @st.composite
 def chunks(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
-    """Draw jobs of chunks whose history lies anywhere in the group."""
+    """Draw steps of chunks whose history lies anywhere in the group."""
     case = draw(cases(dropping=dropping, most_members=4))
     starts = tuple(draw(st.integers(0, 12)) for _ in case.lengths)
     return replace(
@@ -306,7 +306,7 @@ def chunks(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
 
 @st.composite
 def cases(draw: st.DrawFn, *, dropping: bool = True, most_members: int = 8) -> CsaCase:
-    """Draw small jobs of any shape, of whole prompts."""
+    """Draw small steps of any shape, of whole prompts."""
     members = draw(st.integers(1, most_members))
     where = draw(locations(members))
     levels = draw(st.integers(1, len(Topology.of(where).granularities)))

@@ -132,13 +132,13 @@ class Cell:
         """All notifications in order of arrival, token by token."""
         self.failures_expected = False
         self.generation = next(_generations)
-        self.jobs: dict[int, PrefillStep] = {}
+        self.steps: dict[int, PrefillStep] = {}
         self._slots: list[tuple[GangClient, KvRetained | SlotsFreed]] = []
         """Messages of ranks about the slots of ended sequences, with their gangs."""
         self._moved: set[int] = set()
         """Rows that may have had several masters."""
         self._news = asyncio.Event()
-        self._job_ids = itertools.count(1)
+        self._step_ids = itertools.count(1)
 
     # --- gangs -----------------------------------------------------------------------------
 
@@ -245,39 +245,39 @@ class Cell:
         await self.decode.call_all("reserve", schema.pack(request.reserve(self.epoch)))
 
     def submit(
-        self, job: PrefillStep, tokens: Prompt, *, ranks: Sequence[int] | None = None
+        self, step: PrefillStep, tokens: Prompt, *, ranks: Sequence[int] | None = None
     ) -> int:
-        """Send a job to all prefill ranks (or some), each with its own kv_slice; returns its id."""
-        if job.step_id == 0:
-            job = msgspec.structs.replace(job, step_id=next(self._job_ids))
-        self.jobs[job.step_id] = job
+        """Send a step to all prefill ranks (or some), each with its own tokens; return its id."""
+        if step.step_id == 0:
+            step = msgspec.structs.replace(step, step_id=next(self._step_ids))
+        self.steps[step.step_id] = step
         for rank in range(self.prefill.world_size):
             if ranks is None or rank in ranks:
-                own_tokens = self._own_tokens(job, tokens, rank // self.prefill.tp)
-                own = msgspec.structs.replace(job, tokens=own_tokens)
+                own_tokens = self._own_tokens(step, tokens, rank // self.prefill.tp)
+                own = msgspec.structs.replace(step, tokens=own_tokens)
                 self.prefill.notify(rank, "prefill", schema.pack(own))
-        return job.step_id
+        return step.step_id
 
-    def _own_tokens(self, job: PrefillStep, tokens: Prompt, instance: int) -> bytes:
-        if instance not in job.group:
+    def _own_tokens(self, step: PrefillStep, tokens: Prompt, instance: int) -> bytes:
+        if instance not in step.group:
             return b""
-        member = job.group.index(instance)
-        starts = itertools.accumulate((chunk.length for chunk in job.chunks), initial=0)
+        member = step.group.index(instance)
+        starts = itertools.accumulate((chunk.length for chunk in step.chunks), initial=0)
         at = {
             chunk.sequence_id: start - chunk.start
-            for chunk, start in zip(job.chunks, starts, strict=False)
+            for chunk, start in zip(step.chunks, starts, strict=False)
         }
         rows = [
             at[kv_slice.chunk.sequence_id] + np.array(kv_slice.span.positions)
-            for kv_slice in computed_by(job, member)
+            for kv_slice in computed_by(step, member)
         ]
         own = tokens[np.concatenate(rows)] if rows else tokens[:0]
         return own.astype("<i4").tobytes()
 
-    async def prefilled(self, *job_ids: int) -> None:
-        """Wait until every rank of the jobs' groups is done with them."""
-        for step_id in job_ids:
-            ranks = len(self.jobs[step_id].group) * self.prefill.tp
+    async def prefilled(self, *step_ids: int) -> None:
+        """Wait until every rank of the steps' groups is done with them."""
+        for step_id in step_ids:
+            ranks = len(self.steps[step_id].group) * self.prefill.tp
             await self.until_received(ranks, PrefillDone, step_id=step_id)
 
     async def join(self, request: Request) -> None:
@@ -310,7 +310,7 @@ class Cell:
     def move(self, request: Request, before: SequencePlacement, after: SequencePlacement) -> int:
         """Have a row go on elsewhere; returns the move's number."""
         self._moved.add(request.sequence_id)
-        number = next(self._job_ids)
+        number = next(self._step_ids)
         length = len(request.prompt)
         message = MoveSequence(
             step_id=number,
@@ -329,7 +329,7 @@ class Cell:
         for gang in (self.prefill, self.decode):
             gang.notify_all("cancel", schema.pack(CancelSequence(sequence_id=sequence_id)))
 
-    async def keep(self, gang: GangClient, message: RetainKv | EvictKv) -> int:
+    async def retain_or_evict(self, gang: GangClient, message: RetainKv | EvictKv) -> int:
         """Command a gang what to retain of a sequence; return how many tokens its ranks then
         have.
         """
@@ -360,11 +360,11 @@ class Cell:
     async def generate(
         self, *requests: Request, group: Sequence[int], bounds: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """Run one prefill job for whole prompts, then decode them to the end."""
+        """Run one prefill step for whole prompts, then decode them to the end."""
         await asyncio.gather(*map(self.reserve, requests))
         tokens = np.concatenate([request.prompt for request in requests])
         chunks = tuple(request.chunk() for request in requests)
-        self.submit(job_of(chunks, group, bounds), tokens)
+        self.submit(prefill_step(chunks, group, bounds), tokens)
         return await self.answer(*requests)
 
     async def freed(self, *sequence_ids: int) -> None:
@@ -474,13 +474,13 @@ async def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
         return await asyncio.wait_for(asyncio.gather(*running), START_S)
 
 
-def job_of(
+def prefill_step(
     chunks: Sequence[PrefillChunk],
     group: Sequence[int],
     bounds: Sequence[int] | None = None,
     **fields: Any,
 ) -> PrefillStep:
-    """Return a job that the cell will number."""
+    """Return a step that the cell will number."""
     total = sum(chunk.length for chunk in chunks)
     if bounds is None:
         bounds = even_bounds(total, len(group))
@@ -527,12 +527,12 @@ def even_bounds(total: int, parts: int) -> list[int]:
     return [index * total // parts for index in range(parts + 1)]
 
 
-def even_shares(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
+def even_slices(length: int, instances: Sequence[int]) -> tuple[KvSlice, ...]:
     """Return a prompt laid over instances in equal spans."""
-    return shares_at(even_bounds(length, len(instances)), instances)
+    return slices_at(even_bounds(length, len(instances)), instances)
 
 
-def shares_at(bounds: Sequence[int], instances: Sequence[int]) -> tuple[KvSlice, ...]:
+def slices_at(bounds: Sequence[int], instances: Sequence[int]) -> tuple[KvSlice, ...]:
     """Return slices of a prompt over instances, cut at the bounds, without empty ones."""
     return tuple(
         KvSlice(instance, start, stop)

@@ -1,4 +1,4 @@
-"""Ranks that live as threads of the test's process through many jobs, each with its own mesh."""
+"""Ranks that live as threads of the test's process through many steps, each with its own mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 
 
 class RankWorld:
-    """A number of ranks that are ready to run jobs."""
+    """A number of ranks that are ready to run steps."""
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
         self.meshes = tuple(meshes)
@@ -35,11 +35,11 @@ class RankWorld:
             running = [threads.submit(_inference, task, rank) for rank in range(ranks)]
             return [future.result(DEADLINE_S) for future in running]
 
-    def group(self, job: PrefillStep, member: int, clock: StepClock | None = None) -> SpGroup:
-        """Return the job's group as its member sees it; instance i is rank i."""
+    def group(self, step: PrefillStep, member: int, clock: StepClock | None = None) -> SpGroup:
+        """Return the step's group as its member sees it; instance i is rank i."""
         layout = GangLayout(world_size=len(self.meshes), tp=1)
-        mesh = self.meshes[job.group[member]]
-        return SpGroup(mesh, layout, job, member, clock or StepClock())
+        mesh = self.meshes[step.group[member]]
+        return SpGroup(mesh, layout, step, member, clock or StepClock())
 
 
 def _inference(task: Callable[[int], T], rank: int) -> T:

@@ -2,7 +2,7 @@
 
 Shape suffixes: t tokens, h heads, g KV heads, d head dim or hidden.
 
-Gangs of tiny models that tests of several strategies run their jobs on.
+Gangs of tiny models that tests of several strategies run their steps on.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def dense_forward(network: Network, token_ids: Tensor, attend: Attend | None = N
 
 @dataclass(frozen=True)
 class RankResult:
-    """State of one rank after a job."""
+    """State of one rank after a step."""
 
     x_td: Tensor
     keys: list[Tensor]
@@ -98,14 +98,14 @@ class RankResult:
 
 
 class StrategyRanks:
-    """Ranks with a model each, on which jobs run with any strategy."""
+    """Ranks with a model each, on which steps run with any strategy."""
 
     def __init__(self, model: Path, world: RankWorld, engines: Sequence[Engine]) -> None:
         self.network = load_network(model)
         self.world = world
         self.engines = tuple(engines)
         self.failed = False
-        """A job has ended with an error, perhaps in the middle of an exchange."""
+        """A step has ended with an error, perhaps in the middle of an exchange."""
 
     def prompt(self, sequence_id: int, length: int) -> Tensor:
         """Return a request's token ids, always the same."""
@@ -114,49 +114,49 @@ class StrategyRanks:
 
     def run(
         self,
-        job: PrefillStep,
+        step: PrefillStep,
         make: MakeStrategy,
         part: Callable[[int, int], None] | None = None,
         cancelled: Sequence[int] = (),
     ) -> list[RankResult]:
-        """Run the job on every rank of its group's instances, in the group's order.
+        """Run the step on every rank of its group's instances, in the group's order.
 
         Args:
             part: called with the number of each yield point that a rank passes; all layers have
-                them, the last one too. The job must name the strategy that is made.
+                them, the last one too. The step must name the strategy that is made.
             cancelled: requests that are cancelled from the first layer on.
         """
         layout = self.engines[0].layout
-        ranks = [rank for instance in job.group for rank in layout.ranks_of(instance)]
+        ranks = [rank for instance in step.group for rank in layout.ranks_of(instance)]
         self.failed = True
         results = self.world.each(
-            len(ranks), lambda place: self._run_on(ranks[place], job, make, part, cancelled)
+            len(ranks), lambda place: self._run_on(ranks[place], step, make, part, cancelled)
         )
         self.failed = False
         return results
 
     def points(
-        self, job: PrefillStep, rank: int, part: Callable[[int, int], None] | None
+        self, step: PrefillStep, rank: int, part: Callable[[int, int], None] | None
     ) -> YieldPoints:
-        """Return a rank's way through a job."""
+        """Return a rank's way through a step."""
         if part is None:
             return YieldPoints()
         spec = replace(self.network.spec, layers=self.network.spec.layers + 1)
         shape = ModelShape.of(spec, tp=self.engines[0].layout.tp, on_cuda=False)
-        return YieldPoints(step_points(job, shape), partial(part, rank))
+        return YieldPoints(step_points(step, shape), partial(part, rank))
 
     def _run_on(
         self,
         rank: int,
-        job: PrefillStep,
+        step: PrefillStep,
         make: MakeStrategy,
         part: Callable[[int, int], None] | None,
         cancelled: Sequence[int],
     ) -> RankResult:
         engine, clock = self.engines[rank], StepClock()
-        member = job.group.index(engine.instance)
-        points = self.points(job, rank, part)
-        group = SpGroup(engine.mesh, engine.layout, job, member, clock, points, set(cancelled))
+        member = step.group.index(engine.instance)
+        points = self.points(step, rank, part)
+        group = SpGroup(engine.mesh, engine.layout, step, member, clock, points, set(cancelled))
         network, result = engine.network, RankResult(torch.empty(0), [], [], clock)
 
         def keep(
@@ -194,53 +194,53 @@ class StrategyRanks:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def check(
-        self, job: PrefillStep, results: Sequence[RankResult], forwards: Sequence[Forward]
+        self, step: PrefillStep, results: Sequence[RankResult], forwards: Sequence[Forward]
     ) -> None:
         """Assert that every rank has its instance's rows and KV heads as in the forward passes.
 
         Args:
             forwards: passes over each chunk's whole prompt.
         """
-        whole = self._concatenated(job, [forward.x_td for forward in forwards])
-        places = [(m, t) for m in range(len(job.group)) for t in range(self.engines[0].layout.tp)]
+        whole = self._concatenated(step, [forward.x_td for forward in forwards])
+        places = [(m, t) for m in range(len(step.group)) for t in range(self.engines[0].layout.tp)]
         for (member, tp_rank), result in zip(places, results, strict=True):
-            rows = slice(job.bounds[member], job.bounds[member + 1])
+            rows = slice(step.bounds[member], step.bounds[member + 1])
             assert_near(result.x_td, whole[rows])
-            engine = self.engines[self.engines[0].layout.rank_of(job.group[member], tp_rank)]
+            engine = self.engines[self.engines[0].layout.rank_of(step.group[member], tp_rank)]
             heads = slice(engine.kv_heads.start, engine.kv_heads.stop)
             for index in range(engine.spec.layers):
-                keys = self._concatenated(job, [forward.keys[index] for forward in forwards])
-                values = self._concatenated(job, [forward.values[index] for forward in forwards])
+                keys = self._concatenated(step, [forward.keys[index] for forward in forwards])
+                values = self._concatenated(step, [forward.values[index] for forward in forwards])
                 assert_near(result.keys[index], keys[rows, heads])
                 assert_near(result.values[index], values[rows, heads])
                 came = {other for at, other in result.others if at == index}
                 assert came == result.offered[index]
                 for other in came:
-                    theirs = slice(job.bounds[other], job.bounds[other + 1])
+                    theirs = slice(step.bounds[other], step.bounds[other + 1])
                     assert_near(result.others[index, other][0], keys[theirs, heads])
                     assert_near(result.others[index, other][1], values[theirs, heads])
 
-    def _concatenated(self, job: PrefillStep, prompts: Sequence[Tensor]) -> Tensor:
-        chunks = zip(job.chunks, prompts, strict=True)
+    def _concatenated(self, step: PrefillStep, prompts: Sequence[Tensor]) -> Tensor:
+        chunks = zip(step.chunks, prompts, strict=True)
         return torch.cat([x[chunk.start : chunk.start + chunk.length] for chunk, x in chunks])
 
-    def forwards(self, job: PrefillStep) -> list[Forward]:
+    def forwards(self, step: PrefillStep) -> list[Forward]:
         """Return dense forward passes of all chunks' whole prompts."""
         with torch.inference_mode():
             return [
                 dense_forward(
                     self.network, self.prompt(chunk.sequence_id, chunk.start + chunk.length)
                 )
-                for chunk in job.chunks
+                for chunk in step.chunks
             ]
 
-    def hold_history(self, job: PrefillStep, forwards: Sequence[Forward]) -> None:
-        """Store the chunks' history where the job says that it is."""
+    def hold_history(self, step: PrefillStep, forwards: Sequence[Forward]) -> None:
+        """Store the chunks' history where the step says that it is."""
         with torch.inference_mode():
-            self._hold_all(job, forwards)
+            self._hold_all(step, forwards)
 
-    def _hold_all(self, job: PrefillStep, forwards: Sequence[Forward]) -> None:
-        for chunk, forward in zip(job.chunks, forwards, strict=True):
+    def _hold_all(self, step: PrefillStep, forwards: Sequence[Forward]) -> None:
+        for chunk, forward in zip(step.chunks, forwards, strict=True):
             for share in chunk.history:
                 for rank in self.engines[0].layout.ranks_of(share.instance):
                     self._hold(self.engines[rank], chunk.sequence_id, share.span, forward)
@@ -323,7 +323,7 @@ def _engine(
     )
 
 
-def job_of(
+def step_of(
     bounds: Sequence[int],
     lengths: Sequence[int],
     *,
@@ -332,7 +332,7 @@ def job_of(
     group: Sequence[int] | None = None,
     **fields: object,
 ) -> PrefillStep:
-    """Return a job of chunks of these lengths; chunk i belongs to request i."""
+    """Return a step of chunks of these lengths; chunk i belongs to request i."""
     starts = [0] * len(lengths) if starts is None else starts
     history = [()] * len(lengths) if history is None else history
     chunks = tuple(
@@ -386,7 +386,7 @@ Gangs = Callable[[str, int, int], StrategyRanks]
 def started_once(
     folders: pytest.TempPathFactory, data_group: GroupMaker | None = STRICT
 ) -> Iterator[Gangs]:
-    """Start each gang when it is first requested, or after a failed job, and close them at the
+    """Start each gang when it is first requested, or after a failed step, and close them at the
     end.
     """
     started: dict[tuple[str, int, int], StrategyRanks] = {}
@@ -422,11 +422,11 @@ def check_scattered_history(
         KvSlice(0, 7, 19),
         KvSlice(1, 19, 20),
     ]
-    job = job_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], slices, []], **fields)
-    forwards = gang.forwards(job)
-    gang.hold_history(job, forwards)
+    step = step_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], slices, []], **fields)
+    forwards = gang.forwards(step)
+    gang.hold_history(step, forwards)
     try:
-        gang.check(job, gang.run(job, make, part), forwards)
+        gang.check(step, gang.run(step, make, part), forwards)
     finally:
         for engine in gang.engines:
             engine.pool.slots.free_sequence(1)

@@ -43,7 +43,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_source_files_exist(document: Path) -> None:
-    folders = [*ROOMS, "benchmarks", "src", "tests", "tools"]
+    folders = [*ROOMS, "benchmarks", "examples", "src", "tests", "tools"]
     files = {
         str(path.relative_to(ROOT)) for name in folders for path in (ROOT / name).rglob("*.py")
     }

@@ -85,7 +85,7 @@ def machine() -> str:
     return f"{boot}/{network.st_ino}/{os.geteuid()}" if hasattr(os, "memfd_create") else ""
 
 
-class Message:
+class SharedMessage:
     """A message that is sent or received, as an operation to wait for."""
 
     def __init__(self, memory: SharedMemory, link: _Link, tag: int, tensor: Tensor | None) -> None:
@@ -162,23 +162,23 @@ class SharedMemory:
         """Return whether such a message goes through memory; its receiver decides alike."""
         return peer in self._links and tensor.nbytes <= self._ring_bytes // _SHARE
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> SharedMessage:
         """Start to send; the tensor must not change before the end."""
         with self._lock:
-            message = Message(self, link := self._links[peer], tag, tensor)
+            message = SharedMessage(self, link := self._links[peer], tag, tensor)
             link.send(message)
             while not message.done and self._advance(0):
                 pass  # peers may have said that there is room again
         return message
 
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> Message:
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> SharedMessage:
         """Start to receive into a tensor."""
         with self._lock:
-            message = Message(self, link := self._links[peer], tag, tensor)
+            message = SharedMessage(self, link := self._links[peer], tag, tensor)
             link.receive(message)
         return message
 
-    def wait_for(self, message: Message, seconds: float) -> None:
+    def wait_for(self, message: SharedMessage, seconds: float) -> None:
         """Work on all messages until this one is done."""
         end = time.monotonic() + seconds
         with self._lock:
@@ -227,10 +227,12 @@ def _connect(
         try:
             os.ftruncate(number, 2 * ring_bytes)
             memory = given_back.enter_context(mmap.mmap(number, 2 * ring_bytes))
+            if not _same_user(connection):
+                raise AuthenticationFailed("another user listens in the place of a rank")
             socket.send_fds(connection, [_HELLO.pack(rank, card.key)], [number])
         finally:
             os.close(number)
-        if not _same_user(connection) or not hmac.compare_digest(connection.recv(_KEY_BYTES), key):
+        if not hmac.compare_digest(connection.recv(_KEY_BYTES), key):
             raise AuthenticationFailed("whoever listens in the place of a rank is a stranger")
         connection.setblocking(False)
         given_back.pop_all()
@@ -247,6 +249,8 @@ def _welcome(
     """
     with ExitStack() as given_back, ExitStack() as files:
         given_back.enter_context(connection)
+        if not _same_user(connection):
+            return None
         connection.settimeout(HELLO_S)
         try:
             hello, numbers, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
@@ -254,7 +258,7 @@ def _welcome(
             return None
         for number in numbers:
             files.callback(os.close, number)
-        if len(hello) != _HELLO.size or len(numbers) != 1 or not _same_user(connection):
+        if len(hello) != _HELLO.size or len(numbers) != 1:
             return None
         rank, proof = _HELLO.unpack(hello)
         if rank not in keys or not hmac.compare_digest(proof, key):
@@ -293,7 +297,7 @@ class _Link:
         begin, self._room = ctypes.addressof(self._view), len(memory) // 2
         self._out, self._in = (begin, begin + self._room)[:: 1 if first else -1]
         self._lost = False
-        self._unsent: deque[Message] = deque()
+        self._unsent: deque[SharedMessage] = deque()
         self._untaken: deque[tuple[int, int]] = deque()
         """Begin and end of messages in the memory that the peer has yet to take."""
         self._taken_by_peer = 0
@@ -301,7 +305,7 @@ class _Link:
         """Messages taken from the peer."""
         self._untold_bytes = 0
         """Bytes of those of which it does not know yet."""
-        self._expected: defaultdict[int, deque[Message]] = defaultdict(deque)
+        self._expected: defaultdict[int, deque[SharedMessage]] = defaultdict(deque)
         self._early: defaultdict[int, deque[bytes]] = defaultdict(deque)
         """Messages that came before they were asked for, by tag."""
         poller.register(connection, select.POLLIN)
@@ -311,13 +315,13 @@ class _Link:
         if self._lost:
             raise RuntimeError(f"rank {self.peer} has left the shared memory")
 
-    def send(self, message: Message) -> None:
+    def send(self, message: SharedMessage) -> None:
         """Send a message as soon as there is room for it."""
         self.check()
         self._unsent.append(message)
         self._flush()
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: SharedMessage) -> None:
         """Receive a message."""
         early = self._early.get(message.tag)
         if not early:
@@ -349,7 +353,7 @@ class _Link:
             self._take(tag, place, length)
             if self._untold_bytes * _SHARE >= self._room:
                 # Before the others, which may wait for what the peer does not send because of this.
-                self._unsent.appendleft(Message(memory, self, _TAKEN, None))
+                self._unsent.appendleft(SharedMessage(memory, self, _TAKEN, None))
                 self._untold_bytes = 0
         self._flush()
 
@@ -419,7 +423,7 @@ class _Link:
             self._poller.unregister(self._socket)
 
 
-def _check_length(message: Message, length: int) -> None:
+def _check_length(message: SharedMessage, length: int) -> None:
     assert message.bytes == length, (
         f"rank {message.link.peer} sends {length} bytes instead of {message.bytes}"
     )

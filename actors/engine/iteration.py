@@ -62,7 +62,7 @@ class ResidentChunk:
 
 
 @dataclass(eq=False)
-class Sight:
+class VisibleKv:
     """KV that query rows see in some layers, wherever it lies."""
 
     window: int | None = None
@@ -83,8 +83,8 @@ class IterationBatch:
     """Own sequences that decode; they are the first query rows."""
     chunks: list[IterationChunk] = field(default_factory=list)
     """Own chunks, after them."""
-    whole: Sight = field(default_factory=Sight)
-    near: Sight = field(default_factory=Sight)
+    whole: VisibleKv = field(default_factory=VisibleKv)
+    near: VisibleKv = field(default_factory=VisibleKv)
     """What rows see in layers with a window."""
     growing: list[tuple[SlotsOfSequence, int]] = field(default_factory=list)
     """Own decoding sequences whose KV is stored here, each with its query row: they take a slot in
@@ -159,14 +159,16 @@ class _SightBuilder:
         if self._here in holders or master == self._here:
             slots = self._engine.pool.slots
             runs = slots.runs(sequence.sequence_id, before)
-            positions = () if self._window is None else [slots.positions(run) for run in runs]
+            positions: Sequence[Tensor] = ()
+            if self._window is not None:  # copied to the device once for all layers
+                positions = [slots.positions(run).to(self._engine.device) for run in runs]
             resident = self._chunks.setdefault(self._asker(master), [])
             resident.append(ResidentChunk(span.positions, runs, positions))
         self._ask(master, holders, range(row, row + span.length))
 
-    def sight(self, rows: int) -> Sight:
+    def visible(self, rows: int) -> VisibleKv:
         """Return what was collected, for so many own rows."""
-        return Sight(
+        return VisibleKv(
             window=self._window,
             routes=QueryRoutes(
                 rows=rows,
@@ -204,7 +206,7 @@ class _Builder:
         self._batch = IterationBatch()
         self._whole = _SightBuilder(engine, None)
         self._near = _SightBuilder(engine, engine.spec.window)
-        self._sights = [self._whole] if engine.spec.window is None else [self._whole, self._near]
+        self._visible = [self._whole] if engine.spec.window is None else [self._whole, self._near]
         self._count = 0
 
     def batch(self, sequences: Sequence[BatchSequence], lengths: Sequence[int]) -> IterationBatch:
@@ -219,8 +221,8 @@ class _Builder:
         for sequence, length in active:
             if not sequence.decodes:
                 self._chunk(sequence, length)
-        self._batch.whole = self._whole.sight(self._count)
-        self._batch.near = self._near.sight(self._count)
+        self._batch.whole = self._whole.visible(self._count)
+        self._batch.near = self._near.visible(self._count)
         return self._batch
 
     def _decode(self, sequence: BatchSequence) -> None:
@@ -228,8 +230,8 @@ class _Builder:
         if sequence.slots is not None and next_holder == self._here != master:
             received = self._batch.received.setdefault(self._peer(master), [])
             received.append(sequence.slots.append())
-        for sight in self._sights:
-            sight.decode(sequence, self._count)
+        for visible in self._visible:
+            visible.decode(sequence, self._count)
         if master == self._here:
             at = self._count
             self._count += 1
@@ -243,8 +245,8 @@ class _Builder:
     def _chunk(self, sequence: BatchSequence, length: int) -> None:
         span = Span(start=sequence.next, stop=sequence.next + length)
         self._place_kv(sequence, span)
-        for sight in self._sights:
-            sight.chunk(sequence, span, self._count)
+        for visible in self._visible:
+            visible.chunk(sequence, span, self._count)
         if sequence.request.master == self._here:
             at = slice(self._count, self._count + length)
             self._count += length
@@ -274,7 +276,7 @@ class _Builder:
 
 def attend_resident(
     engine: Engine,
-    sight: Sight,
+    visible: VisibleKv,
     layer: int,
     peer: int | None,
     q_rhd: Tensor,
@@ -290,17 +292,17 @@ def attend_resident(
     Returns:
         fp32 out (r, h, d) and lse (r, h); -inf for rows that attend to nothing.
     """
-    resident = sight.resident.get(peer)
+    resident = visible.resident.get(peer)
     first = len(resident.sequences) if resident is not None else 0
     parts: list[tuple[Tensor, Tensor]] = []
     if resident is not None:
         parts.append(engine.attend_rows(layer, q_rhd[:first], resident))
-    for chunk in sight.resident_chunks.get(peer, ()):
+    for chunk in visible.resident_chunks.get(peer, ()):
         rows = slice(first, first + len(chunk.rows))
-        seen = list(_history(engine, layer, q_rhd[rows], chunk, sight.window))
+        seen = list(_history(engine, layer, q_rhd[rows], chunk, visible.window))
         if own is not None:
             kv = own[0][rows], own[1][rows]
-            seen.append(_causal(engine, q_rhd[rows], *kv, sight.window))
+            seen.append(_causal(engine, q_rhd[rows], *kv, visible.window))
         parts.append(_merged(chunk, seen))
         first = rows.stop
     if len(parts) == 1:
@@ -326,7 +328,7 @@ def _history(
             k_sgd[run.start : run.stop],
             v_sgd[run.start : run.stop],
             q_positions=None if window is None else chunk.rows,
-            k_positions=None if window is None else chunk.positions[index].to(q_nhd.device),
+            k_positions=None if window is None else chunk.positions[index],
             scale=engine.spec.scale,
             window=window,
         )
@@ -367,9 +369,9 @@ def forward(
     slots_t = torch.tensor(slots, dtype=torch.int64, device=device)
     stored_t = torch.tensor(stored, dtype=torch.int64, device=device)
     stores_all = stored == list(range(batch.rows))
-    for sight in (batch.whole, batch.near):
-        if None in sight.resident:
-            sight.resident[None].grown()
+    for visible in (batch.whole, batch.near):
+        if None in visible.resident:
+            visible.resident[None].grown()
     exchanges = _exchanges(engine, batch)
     for index, (layer, others) in enumerate(zip(network.layers, exchanges, strict=True)):
         q_rhd, k_rhd, v_rhd = layer.qkv(x_td, rotary)

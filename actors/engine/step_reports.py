@@ -49,16 +49,26 @@ class ProgressReport:
 
     def __init__(self, notify: Notify, *, rank: int, step_id: int | None = None) -> None:
         self._notify = notify
-        self._message = PrefillProgress(rank=rank, step_id=step_id)
+        self._rank, self._step_id = rank, step_id
+        self._computed = 0.0
         self._last_report = time.monotonic()  # short steps have nothing to report before their end
 
-    def step(self) -> None:
+    def step(self, computed: float | None = None) -> None:
         """Note progress: a yield point was reached, KV was sent, or a piggybacked chunk was
-        computed."""
+        computed.
+
+        Args:
+            computed: fraction of the step's yield points that were passed; None: as before.
+        """
+        if computed is not None:
+            self._computed = computed
         now = time.monotonic()
         if now - self._last_report >= REPORT_S:
             self._last_report = now
-            self._notify("prefill_progress", self._message)
+            message = PrefillProgress(
+                rank=self._rank, step_id=self._step_id, computed=self._computed
+            )
+            self._notify("prefill_progress", message)
 
 
 class StepReports:

@@ -67,14 +67,15 @@ class StepRun:
         reserved: Set[int] = frozenset(),
         departed: Set[int] = frozenset(),
         next_run: Callable[[StepRun], tuple[int, RunQuantum] | None],
-        progress: Callable[[], None],
+        progress: Callable[..., None],
     ) -> None:
         """Args:
         reserved: sequences whose slots are reserved already.
         departed: sequences that left before the step arrived. Others may have been promised their
             slots since, so nothing of them is stored here.
         next_run: as in `LogProgress`.
-        progress: called whenever the step has advanced.
+        progress: called whenever the step has advanced, at a yield point with the fraction of
+            them that were passed.
         """
         self.step = step
         self.clock = StepClock()
@@ -263,7 +264,7 @@ class StepRun:
 
     def _at_point(self, number: int) -> None:
         """Reach a yield point, which all members pass with the same exchanges behind them."""
-        self.progress()
+        self.progress(number / self.step_points.total)
         if number >= self.log_progress.until:
             self._points.before_pause()
         self.log_progress.reach(number)

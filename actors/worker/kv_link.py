@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.comm.rendezvous import RendezvousStore, StoreAddress
@@ -104,8 +105,8 @@ class KvLinkEnd:
                 in_flight_bytes=self._config.kv_in_flight_bytes,
                 backends=self._config.kv_receiving_backends,
                 find=self._loop.decode_batch.reservations.find,
-                on_received=lambda received: self._notify("received", received),
-                on_failed=lambda failed: self._notify("failed", failed),
+                on_received=partial(self._notify, "received"),
+                on_failed=partial(self._notify, "failed"),
                 on_lost=lost,
                 on_broken=self._on_broken,
             )

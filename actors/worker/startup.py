@@ -108,6 +108,7 @@ def compile_kernels(engine: Engine) -> None:
         kv_heads=kv_heads,
         head_dim=spec.head_dim,
         groups=groups,
+        window=spec.window if spec.near_layers else None,
     )
 
 

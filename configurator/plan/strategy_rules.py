@@ -227,7 +227,7 @@ class StrategyRules:
 
 def _without(usual: StrategyChoice, why: str) -> StrategyChoice:
     """Return exact attention, with the reason why no option trades accuracy."""
-    return replace(usual, reason=f"exact, as {why}; {usual.reason}")
+    return replace(usual, reason=f"exact, because {why}; {usual.reason}")
 
 
 def even_spts(tokens: int, members: int) -> list[int]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,15 @@ from csps.loadgen.workloads.named import WORKLOADS
 from csps.protocols.core.errors import nearest
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
+SAMPLING: Mapping[str, Callable[[str], float]] = {
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "repetition_penalty": float,
+}
+"""Sampling parameters beside the temperature, with their types."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +36,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     group.add_argument("--endpoint", help="default: /v1/completions, or the chats of openai-chat")
     group.add_argument("--model", help="default: the first that the server lists")
+    group.add_argument("--served-model-name", help="name in the API, if --model is a checkpoint's")
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait so long for the server to list its models (0: it has to be there)",
+    )
     group.add_argument(
         "--header",
         action="append",
@@ -39,12 +56,22 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ignore-eos", action="store_true", help="answers of exactly their length")
     group.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    for name, kind in SAMPLING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help="of every request")
     group.add_argument(
         "--request-timeout",
         type=positive,
         default=REQUEST_S,
         metavar="SECONDS",
         help="a request that takes longer has failed (%(default)s)",
+    )
+
+
+def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of every request: sampling parameters, and `--extra-body`."""
+    given = {name: getattr(arguments, name) for name in SAMPLING}
+    return {name: value for name, value in given.items() if value is not None} | dict(
+        arguments.extra_body
     )
 
 
@@ -60,9 +87,47 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dataset-path", "--trace", type=Path, help="JSONL with lengths or prompts (Mooncake's)"
     )
-    group.add_argument("--num-prompts", type=int, help="default: 1000, or the whole file")
-    group.add_argument("--input-len", type=int, default=1024, help="of random (%(default)s)")
-    group.add_argument("--output-len", type=int, help="of random: 128; of others: at most this")
+    group.add_argument(
+        "--num-prompts", type=_prompts, help="default: 1000, or the whole file, as -1 is"
+    )
+    group.add_argument(
+        "--input-len",
+        "--random-input-len",
+        type=int,
+        default=1024,
+        help="of random (%(default)s)",
+    )
+    group.add_argument(
+        "--output-len",
+        "--random-output-len",
+        type=int,
+        help="of random: 128; of others: at most this",
+    )
+    group.add_argument(
+        "--random-range-ratio",
+        type=_ratio,
+        default=0.0,
+        metavar="RATIO",
+        help="of random: lengths are up to this share shorter or longer (0)",
+    )
+    group.add_argument(
+        "--random-prefix-len",
+        type=_no_prefix,
+        default=0,
+        metavar="TOKENS",
+        help="only 0: prompts that begin alike come from a file with hash_ids",
+    )
+    group.add_argument(
+        "--sharegpt-output-len", type=int, help="of sharegpt from a file, instead of its answers'"
+    )
+    group.add_argument(
+        "--skip-chat-template",
+        action="store_true",
+        help="no effect: completions are sent as they are",
+    )
+    group.add_argument(
+        "--no-oversample", action="store_true", help="no effect: no prompt is sent twice"
+    )
     group.add_argument(
         "--max-input-len", type=int, help="scale prompts so that the workload's longest has this"
     )
@@ -171,6 +236,38 @@ def headers(arguments: argparse.Namespace) -> Mapping[str, str]:
 def pairs(words: list[str]) -> dict[str, str]:
     """Return the pairs of `NAME=VALUE` words."""
     return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def _prompts(text: str) -> int | None:
+    """Parse a number of requests; -1 is all."""
+    value = int(text)
+    if value == -1:
+        return None
+    if value < 1:
+        raise argparse.ArgumentTypeError("expected a number from 1 on, or -1 for all")
+    return value
+
+
+def _ratio(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError("expected a share from 0 to less than 1")
+    return value
+
+
+def _no_prefix(text: str) -> int:
+    if text != "0":
+        raise argparse.ArgumentTypeError(
+            "prompts that begin alike come from a file with hash_ids (--dataset-path)"
+        )
+    return 0
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError("expected seconds, 0 or more")
+    return value
 
 
 def rate(text: str) -> float:

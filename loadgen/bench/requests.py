@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from csps.loadgen.workloads.generate import Arrivals, Ramp, Size, generate
 from csps.loadgen.workloads.named import Workload, random_lengths, workload
@@ -19,7 +22,7 @@ from csps.loadgen.workloads.request import (
     fit,
 )
 from csps.loadgen.workloads.text import Writer
-from csps.loadgen.workloads.traces import at_rate, read_trace, write_trace
+from csps.loadgen.workloads.traces import at_rate, read_sharegpt, read_trace, write_trace
 from csps.models.needle_prompts.words import Count
 from csps.protocols.core.errors import ConfigError
 
@@ -101,7 +104,9 @@ def named(arguments: argparse.Namespace) -> Workload:
         ConfigError: the name is unknown, or `custom` without a file.
     """
     if arguments.dataset_name == "random":
-        return random_lengths(arguments.input_len, arguments.output_len or RANDOM_OUTPUT)
+        return random_lengths(
+            arguments.input_len, arguments.output_len or RANDOM_OUTPUT, arguments.random_range_ratio
+        )
     if arguments.dataset_name == "custom":
         raise ConfigError("--dataset-name custom needs --dataset-path")
     return workload(arguments.dataset_name)
@@ -111,7 +116,7 @@ def _generated(arguments: argparse.Namespace, positions: int | None) -> FittedRe
     size = Size(
         longest_input=arguments.max_input_len,
         shortest_input=SHORTEST_SCALED,
-        longest_output=arguments.output_len,
+        longest_output=None if arguments.dataset_name == "random" else arguments.output_len,
         positions=None if positions is None else positions - SPECIAL_TOKENS,
     )
     return generate(
@@ -124,10 +129,13 @@ def _generated(arguments: argparse.Namespace, positions: int | None) -> FittedRe
 
 
 def _read_from_file(arguments: argparse.Namespace, positions: int | None) -> FittedRequests:
-    requests = read_trace(arguments.dataset_path, speedup=arguments.arrival_speedup_ratio)
-    requests = requests[: arguments.num_prompts]
-    if arguments.request_rate < float("inf"):
-        requests = at_rate(requests, arguments.request_rate)
+    if arguments.dataset_name == "sharegpt":
+        requests = _sharegpt(arguments)
+    else:
+        requests = read_trace(arguments.dataset_path, speedup=arguments.arrival_speedup_ratio)
+        requests = requests[: arguments.num_prompts]
+        if arguments.request_rate < float("inf"):
+            requests = at_rate(requests, arguments.request_rate)
     if arguments.output_len is not None:
         most = arguments.output_len
         requests = [
@@ -141,6 +149,20 @@ def _read_from_file(arguments: argparse.Namespace, positions: int | None) -> Fit
     )
     together = sorted([*texts, *lengths.requests], key=lambda request: request.arrival_ns)
     return FittedRequests(requests=tuple(together), cut=lengths.cut)
+
+
+def _sharegpt(arguments: argparse.Namespace) -> list[WorkloadRequest]:
+    """Return conversations of a file in a random order, with times of their own."""
+    read = read_sharegpt(arguments.dataset_path, token_count(arguments.tokenizer))
+    chosen = random.Random(f"sharegpt/{arguments.seed}").sample(read, len(read))
+    chosen = chosen[: arguments.num_prompts]
+    times = arrivals_of(arguments).draw(len(chosen), np.random.default_rng(arguments.seed))
+    if (length := arguments.sharegpt_output_len) is not None:
+        chosen = [replace(request, output_length=length) for request in chosen]
+    return [
+        replace(request, arrival_ns=time)
+        for request, time in zip(chosen, times.tolist(), strict=True)
+    ]
 
 
 def _with_objectives(

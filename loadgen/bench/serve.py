@@ -36,6 +36,7 @@ from csps.protocols.core.errors import ConfigError, FaultError
 
 _log = logging.getLogger(__name__)
 
+READY_POLL_S = 0.5
 _EARLY_NS = 500_000
 """Time by which a request may leave early. Timers have a resolution of a millisecond. Aimed at the
 due time, they would fire half a millisecond late on average, and all latencies would grow.
@@ -215,7 +216,8 @@ class Target:
         url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
         server = Server(url, options.headers(arguments))
         try:
-            model = _model(await server.ask("/v1/models"), arguments.model)
+            listed = await _listed(server, arguments.ready_check_timeout_sec)
+            model = _model(listed, arguments.served_model_name or arguments.model)
         except FaultError as error:
             raise FaultError(f"{url}: {error}") from None
         api = RequestFormat(
@@ -223,7 +225,7 @@ class Target:
             endpoint=arguments.endpoint or ENDPOINTS[arguments.backend],
             ignore_eos=arguments.ignore_eos,
             temperature=arguments.temperature,
-            extra_body=arguments.extra_body,
+            extra_body=options.sampling(arguments),
         )
         positions = arguments.max_model_len or model.get("max_model_len")
         _log.info("%s serves model %s with %s positions", url, api.model, positions)
@@ -246,6 +248,18 @@ class Target:
         _log.info("warm-up: %d of %d requests completed", completed, arguments.num_warmups)
         if completed == 0:
             raise FaultError(f"no warm-up request succeeded: {load_client.records[0].error}")
+
+
+async def _listed(server: Server, patience_s: float) -> Any:
+    """Return the server's models, as soon as it lists them."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return await server.ask("/v1/models")
+        except FaultError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(READY_POLL_S)
 
 
 def _model(answer: Any, name: str | None) -> dict[str, Any]:

@@ -52,6 +52,27 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Lengths in a range, all equally likely."""
+
+    shortest: int
+    longest: int
+
+    @classmethod
+    def around(cls, middle: int, ratio: float) -> Uniform:
+        """Return the range from `1 - ratio` to `1 + ratio` of a length, at least one token."""
+        return cls(
+            shortest=max(1, math.floor(middle * (1 - ratio))),
+            longest=max(1, math.ceil(middle * (1 + ratio))),
+        )
+
+    def at(self, shares_n: NDArray[np.float64]) -> Tokens:
+        """See `Lengths`."""
+        steps = self.longest - self.shortest + 1
+        return self.shortest + np.floor(shares_n * steps).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogUniform:
     """Lengths for which every doubling is equally likely."""
 
@@ -214,13 +235,24 @@ def independent(name: str, prompts: Lengths, answers: Lengths, source: str) -> W
     return Workload(name=name, source=source, longest_input=prompts.longest, draw=draw)
 
 
-def random_lengths(input_length: int, output_length: int) -> Workload:
-    """Return a workload whose requests all have one size."""
+def random_lengths(input_length: int, output_length: int, range_ratio: float = 0.0) -> Workload:
+    """Return a workload whose requests have one size, or sizes around it.
+
+    Args:
+        range_ratio: lengths are drawn evenly from (1 - ratio) to (1 + ratio) of the given ones.
+    """
+    if not range_ratio:
+        return independent(
+            "random",
+            Constant(longest=input_length),
+            Constant(longest=output_length),
+            "every request of the same size",
+        )
     return independent(
         "random",
-        Constant(longest=input_length),
-        Constant(longest=output_length),
-        "every request of the same size",
+        Uniform.around(input_length, range_ratio),
+        Uniform.around(output_length, range_ratio),
+        f"lengths drawn evenly, at most {range_ratio:g} away from the given ones",
     )
 
 

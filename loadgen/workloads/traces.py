@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from csps.loadgen.workloads.request import RequestObjective, WorkloadRequest
+from csps.models.needle_prompts.words import Count
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 
 NS_PER_MS = 1_000_000
@@ -41,6 +42,40 @@ def read_trace(path: Path, *, speedup: float = 1.0) -> list[WorkloadRequest]:
         raise ConfigError(f"{path}: {error.strerror}") from None
     # The sort is stable: turns of a conversation without times stay in the order of the file.
     return sorted(requests, key=lambda request: request.arrival_ns)
+
+
+def read_sharegpt(path: Path, count: Count | None) -> list[WorkloadRequest]:
+    """Return the first question and the length of the first answer of each conversation in a file
+    of ShareGPT: a JSON list of objects with `conversations`.
+
+    Questions and answers of fewer than four tokens, and questions of more than 1024 or together
+    with the answer more than 2048, are left out, as other load generators do.
+
+    Args:
+        count: function that counts the tokens of a text; None counts words.
+
+    Raises:
+        ConfigError: the file is malformed.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        talks = [entry.get("conversations") or entry.get("conversation") or () for entry in entries]
+        pairs = [(talk[0]["value"], talk[1]["value"]) for talk in talks if len(talk) > 1]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a file of ShareGPT: {error!r}") from None
+    tokens = count or (lambda text: len(text.split()))
+    requests = []
+    for question, answer in pairs:
+        asked, answered = tokens(question), tokens(answer)
+        if min(asked, answered) >= 4 and asked <= 1024 and asked + answered <= 2048:
+            requests.append(
+                WorkloadRequest(
+                    arrival_ns=0, input_length=asked, output_length=answered, prompt=question
+                )
+            )
+    return requests
 
 
 def write_trace(requests: Iterable[WorkloadRequest], path: Path) -> None:

@@ -5,6 +5,7 @@ Everything that the page lists is read from the code that serves it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -91,6 +92,31 @@ check-config` and `csps serve` say how much before anything is loaded.
 {formats}
 """
 
+NEAR_KV = """\
+## Memory of layers with a window
+
+A slot of the KV pool is one token in all layers, those with a window included. So KV takes as much
+memory as without windows, although half of it (gpt-oss) or five sixths (Gemma 3) are read by the
+next tokens only. A second pool would hold the windowed layers. This is its design; it is not built.
+
+- **Where.** While a sequence decodes, its near KV lies at the master alone, in a ring of `window`
+  slots of the second pool. Nobody is asked in windowed layers then. A prefill step leaves the last
+  `window - 1` positions of each chunk with the members that computed them, for the next chunk
+  (`near_keys.py` finds them as history).
+- **Ledger.** An instance has two counts: a reservation takes slots for prompt and answer on the
+  holders as today, and `min(window, prompt + answer)` near slots on the master. Admission needs
+  both.
+- **Transfer and moves.** Windowed layers send the last window, to the master, behind the last
+  chunk. A move sends it with its last entry.
+- **Prefix cache.** Recomputing the last window before a hit is *not* exact. The near keys of a
+  position depend on the windowed layers below, so a hit has to compute `window - 1` tokens for each
+  windowed layer again: 2,300 for gpt-oss-120b, which is cheap, and 53,000 for Gemma 3 27B, which is
+  not. So `retain` also keeps near KV: of the last window of a sequence, and at every 16,384th
+  position while the pool has room. A hit ends where near KV was kept, or begins its recomputation
+  there; the prefix tree stores these positions beside its blocks, and evicts them on their own.
+- **Policies** see the second count as one more limit on starts, and change nothing else.
+"""
+
 REFUSED_TEXT = """\
 ## Refused
 
@@ -109,13 +135,15 @@ def models_page() -> str:
         )
         for name, architecture in ARCHITECTURES.items()
     ]
+    refused = [(f"`{name}`", _linked(why)) for name, why in REFUSED.items()]
     sections = [
         INTRODUCTION,
         _table(("class", "such as", "layers", "limits"), served),
         LONGER.format(scalings=_listed(SCALINGS), keys=_listed(OVERRIDABLE)),
         QUANTIZED.format(floats=_listed(FLOATS), formats=_formats()),
+        NEAR_KV,
         REFUSED_TEXT,
-        _table(("class", "because"), [(f"`{name}`", why) for name, why in REFUSED.items()]),
+        _table(("class", "because"), refused),
     ]
     return "\n".join(sections)
 
@@ -146,6 +174,11 @@ def _layers(spec: ModelSpec) -> str:
         (spec.wrapped, "text part of a larger model"),
     ]
     return ", ".join(words for differs, words in found if differs) or "as Llama's"
+
+
+def _linked(why: str) -> str:
+    """Return a reason with links to pages in this folder."""
+    return re.sub(r"\(docs/(.+)\)", r"([design](\1))", why)
 
 
 def _formats() -> str:

@@ -26,7 +26,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
-    """A mixture of experts: SwiGLU MLPs of which an expert router chooses some for each token."""
+    """A mixture of experts: gated MLPs of which an expert router chooses some for each token."""
 
     count: int
     per_token: int
@@ -78,7 +78,7 @@ class ExpertSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU MLPs."""
+    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and gated MLPs."""
 
     family: str
     """Layout of the checkpoint's tensors, by `checkpoints/families.py`."""
@@ -425,8 +425,8 @@ _GEMMA3_DEFAULTS: Mapping[str, Any] = {
 
 
 def _gemma3(config: CheckpointJson) -> ModelSpec:
-    given = {key: value for key, value in config.values.items() if value is not None}
-    config = replace(config, values={**_GEMMA3_DEFAULTS, **given})
+    defaults = {key: value for key, value in _GEMMA3_DEFAULTS.items() if not config.has(key)}
+    config = replace(config, values={**config.values, **defaults})
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.values.get(key):
             raise UnsupportedModelError(f"{config.path}: {key} is not supported")
@@ -694,7 +694,10 @@ ARCHITECTURES: Mapping[str, ServedArchitecture] = {
 }
 
 _LLAMA4 = "it attends within chunks, and some of its layers know no positions"
-_DELTA = "three of four of its layers have a recurrent state (Gated DeltaNet) in place of KV"
+_DELTA = (
+    "three of four of its layers have a recurrent state (Gated DeltaNet) in place of KV "
+    "(docs/recurrent-layers.md)"
+)
 _LATENT = "its KV is latent (MLA)"
 
 REFUSED: Mapping[str, str] = {

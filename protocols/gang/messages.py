@@ -380,6 +380,8 @@ class PrefillProgress:
     rank: int
     step_id: int | None = None
     """Step that advanced; None: a piggybacked prompt did."""
+    computed: float = 0.0
+    """Fraction of the step's yield points that the rank has passed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -314,7 +314,7 @@ class ResponsesAnswer:
             item["arguments"] = text
         else:
             where: dict[str, Any] = {"content_index": 0}
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._item_event(f"response.{_DELTAS[kind]}.done", text=text, **where, **more)
             part = _content(kind, text)
             yield self._item_event("response.content_part.done", part=part, **where)
@@ -327,6 +327,10 @@ class ResponsesAnswer:
         """Encode an event that only says how far the prompt is."""
         response = self._response("in_progress", None)
         return self._event("response.in_progress", response=response, prompt_progress=report)
+
+    def keep_alive(self) -> bytes:
+        """Encode an event that keeps a silent stream alive."""
+        return self._event("response.in_progress", response=self._response("in_progress", None))
 
     def end(self, completion_tokens: int) -> bytes:
         """Encode the last events."""

@@ -121,6 +121,9 @@ class GangRank:
 
 def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
     """Return the configuration of one rank."""
+    # Imported here: the application is built by processes that do not need torch.
+    from csps.services.planning.memory import kv_slots
+
     section = settings.gangs[role]
     check_gpus(settings)
     return RankConfig(
@@ -131,7 +134,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         world_size=gang.world_size,
         tp=section.tp,
         gang_id=gang.gang_id,
-        kv_slots=_kv_slots(role, settings),
+        kv_slots=kv_slots(role, settings),
         dtype=settings.dtype,
         device=resolve_device(settings.device, section.num_gpus),
         threads=section.threads,
@@ -144,21 +147,6 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         tls=None if settings.tls is None else settings.tls.files,
         quantum_ms=settings.quantum_ms,
     )
-
-
-def _kv_slots(role: GangRole, settings: Settings) -> int:
-    slots = settings.gangs[role].kv_slots
-    if slots != "auto":
-        return slots
-    # Imported here: the application is built by processes that do not need torch.
-    import torch
-
-    from csps.services.planning.memory import auto_slots, on_gpus
-
-    gpu = on_gpus(role, settings)
-    slots = auto_slots(role, settings, torch.cuda.mem_get_info()[1] if gpu else None)
-    logger.info("%s: kv_slots auto is %d", role, slots)
-    return slots
 
 
 def location(role: GangRole, settings: Settings, rank: int) -> str:
@@ -194,7 +182,8 @@ async def _wait_for_room(settings: Settings, directory: Directory) -> None:
         ConfigError: they live, and memory would not do without them either: they serve on.
     """
     # Imported late: `services.app` imports this module where torch is not needed.
-    from csps.services.launch.preflight import check_memory, check_memory_at_all, memory_need
+    from csps.services.launch.preflight import check_memory, check_memory_at_all
+    from csps.services.planning.memory import memory_need
 
     said = False
     need = await asyncio.to_thread(memory_need, settings, ray_runs=True)

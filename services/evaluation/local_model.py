@@ -15,8 +15,9 @@ from torch import Tensor
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge
 from csps.models.checkpoints.loading import load_network
-from csps.models.network.checkpoint_json import read_eos_token_ids
+from csps.models.network.checkpoint_json import UnsupportedModelError, read_eos_token_ids
 from csps.models.network.network import Network
+from csps.models.network.spec import read_spec
 from csps.services.evaluation.cases import MAX_ANSWER_TOKENS
 
 Span = tuple[int, int]
@@ -61,7 +62,18 @@ class LocalModel:
         dtype: torch.dtype = torch.float32,
         overrides: Mapping[str, Any] | None = None,
     ) -> LocalModel:
-        """Load a checkpoint folder; `overrides` replace values of its config.json."""
+        """Load a checkpoint folder; `overrides` replace values of its config.json.
+
+        Raises:
+            UnsupportedModelError: the model has sliding windows or attention sinks.
+        """
+        spec = read_spec(folder, overrides)
+        if spec.near_layers or spec.sinks:
+            raise UnsupportedModelError(
+                f"{folder}: models with sliding windows or attention sinks are not run in this "
+                "process, so sparse attention of theirs cannot be measured by csps profile "
+                "accuracy; csps eval --base-url compares drop ratios on a server"
+            )
         # The tokenizers library's own class, because it returns the offsets of tokens in the text.
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         network = load_network(folder, overrides=overrides, dtype=dtype)

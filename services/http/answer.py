@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
-from csps.protocols.anthropic.messages import MessagesAnswer
+from csps.protocols.anthropic.messages import PING, MessagesAnswer
 from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import SampledToken
 from csps.protocols.openai.requests import StreamOptions
@@ -49,6 +49,10 @@ _ID_PREFIX: dict[Endpoint, str] = {
     "messages": "msg_",
     "responses": "resp_",
 }
+HEARTBEAT = b": still working\n\n"
+"""Comment line on a silent stream."""
+PROGRESS_PERIOD_S = 0.5
+"""Time between two reports of how far a prompt is."""
 Submit = Callable[[RequestSpec], RequestHandle]
 
 
@@ -75,6 +79,8 @@ class GeneratedResponse:
         self._model, self._trace, self._submit = model, trace, submit
         self._created = int(time.time())
         self._choices: list[_Choice] = []
+        self._stream: Encoder | None = None
+        """Encoder of a stream that has begun."""
         samples = parsed.samples
         for index, (spec, echo) in enumerate(zip(parsed.specs, parsed.echoes, strict=True)):
             begins_with = echo or parsed.answer.begins_with
@@ -229,17 +235,40 @@ class GeneratedResponse:
             first: the first item of `deltas`.
             rest: the other items of `deltas`.
         """
-        stream = self._encoder()
+        stream = self._stream = self._encoder()
         try:
             head = b"".join(stream.start(choice.index) for choice in self._choices)
             if not first.done() and head:
                 yield head
                 head = b""
+            if self._options.progress:
+                while not first.done():
+                    head += stream.progress(self.handle.progress())
+                    yield head
+                    head = b""
+                    await asyncio.wait({first}, timeout=PROGRESS_PERIOD_S)
+                if first.exception() is None:
+                    head += stream.progress(self.handle.progress())
             yield head + self._events(stream, await first)
             async for deltas in rest:
                 yield self._events(stream, deltas)
         except Exception as error:
             yield last_event(error, self._options.endpoint)
+
+    @property
+    def progress(self) -> bool:
+        """Return whether the client wants to know how far its prompt is."""
+        return self._options.progress
+
+    def keep_alive(self) -> bytes:
+        """Return what is sent on a silent stream: an event where clients count events."""
+        match self._options.endpoint:
+            case "messages":
+                return PING
+            case "responses" if isinstance(self._stream, ResponsesAnswer):
+                return self._stream.keep_alive()
+            case _:
+                return HEARTBEAT
 
     def _encoder(self) -> Encoder:
         shared: dict[str, Any] = {

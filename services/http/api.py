@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 import csps
 from csps.protocols.core.errors import ModelNotFound, QueueFull
 from csps.protocols.openai.responses import ModelCard, ModelList
-from csps.services.http.answer import AnswerDelta, GeneratedResponse
+from csps.services.http.answer import HEARTBEAT, AnswerDelta, GeneratedResponse
 from csps.services.http.body import (
     ByteBudget,
     RequestsBeingRead,
@@ -296,11 +296,12 @@ async def _stream(request: Request, response: GeneratedResponse) -> Response:
         await deltas.aclose()
 
     try:
-        await while_connected(request.receive, _settled(first, FIRST_TOKEN_GRACE_S))
+        grace_s = 0.0 if response.progress else FIRST_TOKEN_GRACE_S
+        await while_connected(request.receive, _settled(first, grace_s))
     except BaseException:
         await close()
         raise
-    return EventStream(response.events(first, deltas), close=close)
+    return EventStream(response.events(first, deltas), close=close, heartbeat=response.keep_alive)
 
 
 async def _settled(future: asyncio.Future[list[AnswerDelta]], seconds: float) -> None:
@@ -385,7 +386,6 @@ class WholeAnswer(Response):
 
 HEARTBEAT_S = 15.0
 """Pause between comment lines on a silent stream; proxies cut silent connections at 30-60 s."""
-HEARTBEAT = b": still working\n\n"
 
 
 class EventStream(Response):
@@ -402,13 +402,14 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         *,
         close: Callable[[], Awaitable[None]],
+        heartbeat: Callable[[], bytes] = lambda: HEARTBEAT,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._close = close
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat, self._heartbeat_s = heartbeat, heartbeat_s
         self._sent = 0
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -444,4 +445,5 @@ class EventStream(Response):
             before = self._sent
             await asyncio.sleep(self._heartbeat_s)
             if self._sent == before:
-                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+                body = self._heartbeat()
+                await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -252,12 +252,15 @@ class BodyParser:
         return tokens
 
     def _tokenized(self, tokens: list[int], spelled: bool) -> bytes:
-        names = [self.tokenizer.token_bytes(token) for token in tokens] if spelled else None
+        spell = self.tokenizer.token_bytes
+        names: list[str] | None = None
+        if spelled:
+            names = [spell(token).decode(errors="backslashreplace") for token in tokens]
         found = {
             "count": len(tokens),
             "max_model_len": self.model.max_positions,
             "tokens": tokens,
-            "token_strs": names and [name.decode(errors="backslashreplace") for name in names],
+            "token_strs": names,
         }
         return json.dumps(found).encode()
 

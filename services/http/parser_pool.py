@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,11 +45,14 @@ MEMORY_PERIOD_S = 0.05
 no memory hangs while it tries to say so."""
 PARSE_DEADLINE_S = 30.0
 """Limit for one body in a process. A prompt of a million tokens takes six seconds."""
+STUCK_S = 5.0
+"""Time without processor time in the middle of a body, after which a process is replaced."""
 START_DEADLINE_S = 60.0
 END_DEADLINE_S = 10.0
 UNWANTED_PARSE_S = 1.0
 """How long a process may go on with a body whose client has gone. Killing it at once would cost
 more than most bodies do: a new process takes half a second of a processor to start."""
+TOO_LARGE = "The request body takes too much memory to parse."
 _SLICE_BYTES = 256 * 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -121,16 +125,19 @@ class ParserPool:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            asyncio.get_running_loop().call_later(UNWANTED_PARSE_S, _end_work, work, process)
+            asyncio.get_running_loop().call_later(UNWANTED_PARSE_S, work.cancel)
             raise
 
     async def _parse(self, process: _ParserProcess, call: ParseCall, body: bytes) -> dict[str, Any]:
         try:
-            await process.start()
-            async with asyncio.timeout(PARSE_DEADLINE_S):
+            try:
                 return await process.parse(call, body)
-        except TimeoutError:
-            raise DeadlineExceeded("parsing a request body", PARSE_DEADLINE_S) from None
+            except _ProcessEnded as ended:
+                # Whatever has ended it was no fault of this body, unless it happens again.
+                _log.warning("%s; its body is parsed again", ended)
+                return await process.parse(call, body)
+        except _ProcessEnded as ended:
+            raise ended.error from None
         finally:
             if not process.usable:
                 await process.end()
@@ -150,9 +157,15 @@ class ParserPool:
             task.exception()  # whoever still waits for it has it as well
 
 
-def _end_work(work: asyncio.Task[Any], process: _ParserProcess) -> None:
-    if not work.done():
-        process.kill()
+class _ProcessEnded(RuntimeError):
+    """A process has ended in the middle of a body, and was not ended because of it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"a parser's process ended with status {status}")
+        self.error: Exception = RuntimeError(str(self))
+        """What the client gets if it happens again."""
+        if status == -signal.SIGKILL:  # by the kernel, which ran out of memory
+            self.error = PayloadTooLarge(TOO_LARGE)
 
 
 class _ParserProcess:
@@ -165,6 +178,7 @@ class _ParserProcess:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._in_call = False
+        self._overgrown = False
         self._at_start_bytes = 0
 
     @property
@@ -206,20 +220,51 @@ class _ParserProcess:
                 raise
 
     async def parse(self, call: ParseCall, body: bytes) -> dict[str, Any]:
-        """Parse a body; the process is not usable if this fails with anything but a refusal."""
-        watching = asyncio.ensure_future(self._watch_memory())
+        """Parse a body; the process is not usable if this fails with anything but a refusal.
+
+        Raises:
+            _ProcessEnded: it ended, or stood still and was ended.
+        """
+        await self.start()
+        watching = asyncio.ensure_future(self._watch())
         try:
-            answer = await self._exchange(pack(call), body)
+            async with asyncio.timeout(PARSE_DEADLINE_S):
+                answer = await self._exchange(pack(call), body)
+        except TimeoutError:
+            raise DeadlineExceeded("parsing a request body", PARSE_DEADLINE_S) from None
+        except _ProcessEnded:
+            if self._overgrown:
+                raise PayloadTooLarge(TOO_LARGE) from None
+            raise
         finally:
             watching.cancel()
         if "error" in answer:
             raise from_wire(answer["error"])
         return answer
 
-    async def _watch_memory(self) -> None:
-        while self._taken_bytes() <= self._memory_bytes:  # noqa: ASYNC110 (memory has no event)
+    async def _watch(self) -> None:
+        """Kill the process if it takes too much memory, or stands still."""
+        ticks, since = self._processor_ticks(), time.monotonic()
+        while self._taken_bytes() <= self._memory_bytes:
             await asyncio.sleep(MEMORY_PERIOD_S)
+            before, ticks = ticks, self._processor_ticks()
+            if ticks != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > STUCK_S:
+                break
+        else:
+            self._overgrown = True
         self.kill()
+
+    def _processor_ticks(self) -> int:
+        """Return the processor time that the process has used, in the kernel's unit."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as stat:
+                # "pid (name) state ...", and a name may hold anything.
+                user, system = stat.read().rpartition(")")[2].split()[11:13]
+        except OSError:  # it has ended
+            return 0
+        return int(user) + int(system)
 
     def _taken_bytes(self) -> int:
         """Return the memory that the process has, beyond what it had at its start."""
@@ -245,7 +290,7 @@ class _ParserProcess:
             self._writer.close()
         await self._status()
         self._process = self._reader = self._writer = None
-        self._in_call, self._at_start_bytes = False, 0
+        self._in_call, self._overgrown, self._at_start_bytes = False, False, 0
 
     async def _exchange(self, message: dict[str, Any], body: bytes) -> dict[str, Any]:
         assert self._reader is not None, "the process is not started"
@@ -260,7 +305,7 @@ class _ParserProcess:
             answer_bytes, _ = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
             answer = await self._reader.readexactly(answer_bytes)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise _death(await self._status()) from None
+            raise _ProcessEnded(await self._status()) from None
         self._in_call = False
         return message_of(answer)
 
@@ -283,9 +328,3 @@ def _spawn(link: socket.socket) -> subprocess.Popen[bytes]:
         stdin=link.fileno(),
         env={**os.environ, **one_thread, **path},
     )
-
-
-def _death(status: int) -> Exception:
-    if status == -signal.SIGKILL:  # by `_watch_memory`, or by the kernel
-        return PayloadTooLarge("The request body takes too much memory to parse.")
-    return RuntimeError(f"a parser's process ended with status {status}")

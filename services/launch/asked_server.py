@@ -98,7 +98,7 @@ def asked(arguments: argparse.Namespace, *, gpus: int) -> Asked:
     config = find_config(arguments.config)
     args, each_gang = _settings(arguments), _of_each_gang(arguments)
     if config == shipped_config() and gpus and args.get("device") != "cpu":
-        args = {"dtype": "bfloat16", **args, **_gangs_on(gpus, each_gang.get("tp", 1), args)}
+        args = {"dtype": "auto", **args, **_gangs_on(gpus, each_gang.get("tp", 1), args)}
         each_gang = {"num_gpus": 1, "kv_slots": "auto", **each_gang}
     return Asked(
         config=config,
@@ -122,6 +122,8 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_positions": arguments.max_model_len,
         "model_overrides": _overrides(arguments),
         "chat_template": arguments.chat_template,
+        "tool_format": arguments.tool_call_parser,
+        "reasoning": arguments.reasoning_parser,
         "device": arguments.device,
         "gpu_memory_utilization": arguments.gpu_memory_utilization,
         "kv_reuse": _section(enabled=arguments.enable_prefix_caching),

@@ -156,7 +156,8 @@ def _check(
         **settings.model_dump(include=_RESOLVED),
         "revision": settings.revision or _code_digest(),
     }
-    resolved = {**data, "http_options": http, "applications": [{**application, "args": args}]}
+    application = {**application, "args": args, **_own_modules(application, settings)}
+    resolved = {**data, "http_options": http, "applications": [application]}
     _check_serve(resolved)
     return DeployConfig(data=resolved, settings=settings, host=http["host"], port=http["port"])
 
@@ -221,6 +222,19 @@ def _check_keys(data: Any) -> None:
         _known("applications", application, ServeApplicationSchema.model_fields)
         for deployment in application.get("deployments") or []:
             _known("applications.deployments", deployment, DeploymentSchema.model_fields)
+
+
+def _own_modules(application: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the environment in which the server's processes find a policy that lies in the working
+    directory; nothing for a policy of the list."""
+    module, colon, _ = settings.scheduling.policy.partition(":")
+    if not colon or not list(Path().glob(f"{module.split('.')[0]}*")):
+        return {}
+    given = dict(application.get("runtime_env") or {})
+    variables = dict(given.get("env_vars") or {})
+    path = variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+    variables["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *([path] if path else [])])
+    return {"runtime_env": {**given, "env_vars": variables}}
 
 
 def _check_serve(data: Mapping[str, Any]) -> None:

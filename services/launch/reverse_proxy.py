@@ -9,10 +9,14 @@ binary for this machine.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
+from http import HTTPStatus
 from pathlib import Path
 
+from csps.protocols.core.errors import ConnectionLost
+from csps.protocols.openai.responses import error_body
 from csps.services.http.header_deadline import (
     CONNECTIONS_VARIABLE,
     HOOK,
@@ -58,13 +62,14 @@ one address could take everything. Metrics need no key, and tell of other client
 _LOCAL = "src 127.0.0.1 ::1"
 _LAUNCHER = """#!/bin/sh
 # Serve lets HAProxy's counters listen on every interface. They are for this machine only.
-# It sets no deadline for headers either: half a header would hold a connection for an hour.
+# It sets no deadline for headers either: half a header would hold a connection for an hour. And it
+# answers 500 for a router that is lost.
 for argument; do
     if [ "$previous" = -f ]; then
         sed -i -e '/^frontend prometheus/,/bind/ s/bind .*:/bind {host}:/' \\
             -e '/^listen stats/,/bind/ s/bind .*:/bind {host}:/' \\
             -e '/^defaults/ a\\    timeout http-request {header_deadline_ms}ms' \\
-            {server_silence} {front_rules} "$argument"
+            -e {error_files} {server_silence} {front_rules} "$argument"
     fi
     previous=$argument
 done
@@ -138,6 +143,9 @@ def _write_launcher(run_dir: Path, host: str) -> Path:
             host=host,
             binary=shlex.quote(os.fspath(get_haproxy_binary())),
             header_deadline_ms=round(1000 * header_deadline_s()),
+            error_files=shlex.quote(
+                f"s|^\\( *errorfile 50[234]\\) .*|\\1 {_write_error(run_dir)}|"
+            ),
             server_silence=" ".join(_insertion("defaults", line) for line in _server_silence()),
             front_rules=" ".join(
                 _insertion("frontend http_frontend", rule) for rule in _front_rules()
@@ -146,6 +154,24 @@ def _write_launcher(run_dir: Path, host: str) -> Path:
     )
     launcher.chmod(0o700)
     return launcher
+
+
+def _write_error(run_dir: Path) -> Path:
+    """Write the answer of HAProxy for a router that is lost; return the file.
+
+    Serve would answer 500, which is a bug's status: clients should try again.
+    """
+    status, body, headers = error_body(ConnectionLost("the router"))
+    content = json.dumps(body)
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    path = run_dir.resolve() / "router-lost.http"
+    path.write_bytes("\r\n".join([*lines, "", content]).encode())
+    return path
 
 
 def _front_rules() -> list[str]:

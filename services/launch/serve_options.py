@@ -10,7 +10,7 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +19,16 @@ from csps.services.settings.vllm_options import (
     ALIASES,
     HARMLESS,
     IGNORED,
+    REASONING,
     REFUSED,
+    TOOL_FORMATS,
     canonical,
 )
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG]?)")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 DTYPES = {
+    "auto": "auto",
     "half": "float16",
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -76,8 +79,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hf-token", nargs="?", const="", metavar="TOKEN", help="token for the Hub")
     group.add_argument(
         "--dtype",
-        choices=["auto", *DTYPES],
-        help="type of weights, activations and KV; auto leaves it to the configuration",
+        choices=DTYPES,
+        help="type of weights, activations and KV; auto is bfloat16 where the device has it",
     )
     group.add_argument(
         "--max-model-len",
@@ -95,6 +98,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rope-scaling", type=_json_object, metavar="JSON", help=argparse.SUPPRESS)
     group.add_argument("--rope-theta", type=float, metavar="NUMBER", help=argparse.SUPPRESS)
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template for chat requests")
+    group.add_argument(
+        "--tool-call-parser",
+        type=_parser_of(TOOL_FORMATS),
+        metavar="FORMAT",
+        help=f"how the model writes calls of tools: {', '.join(TOOL_FORMATS)} (default: as its "
+        "template shows)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        type=_parser_of(REASONING),
+        metavar="FORMAT",
+        help=f"how the model writes reasoning: {', '.join(REASONING)}",
+    )
 
 
 def _add_gangs(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +212,19 @@ def as_parsed(words: Sequence[str]) -> list[str]:
             continue
         parsed.append(f"{name}{equals}{value}")
     return parsed
+
+
+def _parser_of(known: Mapping[str, str]) -> Callable[[str], str]:
+    """Return the conversion of the name of one of vLLM's parsers to a setting."""
+
+    def setting(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(
+                f"the format {abridged(text)} is not known here; known: {', '.join(known)}"
+            )
+        return known[text]
+
+    return setting
 
 
 def _count(text: str) -> int:

@@ -21,7 +21,8 @@ from csps.services.measured.measured_groups import MeasuredGroups
 from csps.services.settings.settings import Settings
 
 OBJECTIVE_KINDS: tuple[ObjectiveKind, ...] = ("ttft", "accuracy")
-UNKNOWN = "time and accuracy of sparse attention were not measured here yet"
+UNKNOWN = "nothing was measured"
+UNTIMED = "times of sparse attention were not measured here"
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +52,7 @@ def predicted_options(settings: Settings, accuracy: AccuracyModel | str) -> Pred
         return _read(settings, accuracy)
     except CspsError as error:
         _log.warning("attention stays exact for requests with bounds: %s", error)
-        return UNKNOWN
+        return UNKNOWN if isinstance(accuracy, str) else UNTIMED
 
 
 def regressors_folder(sib: Path) -> Path:

@@ -74,10 +74,10 @@ def _check_lengths(settings: Settings, positions: int) -> None:
             f"instances: raise {role}.kv_slots, set it to auto, or lower max_positions"
         )
     limit = min(value for value in (longest, positions) if value is not None)
-    given = {"default_max_tokens", "max_positions"} & settings.model_fields_set
-    if given and settings.default_max_tokens >= limit:
+    answer = settings.default_max_tokens
+    if answer is not None and answer >= limit:
         raise ConfigError(
-            f"default_max_tokens is {settings.default_max_tokens}, which leaves no room for a "
+            f"default_max_tokens is {answer}, which leaves no room for a "
             f"prompt within {limit} positions: lower it"
         )
     prompt = limit if prefill is None else min(limit, prefill)

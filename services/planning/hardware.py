@@ -13,7 +13,7 @@ import yaml
 
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 
-GPUS = Path(__file__).with_name("hardware") / "gpus.yaml"
+GPUS = Path(__file__).with_name("gpus.yaml")
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
 _SIDE = 768
 """Rows of the products with which a core is measured: large enough for its best speed, and a tenth

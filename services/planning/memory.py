@@ -203,6 +203,15 @@ def rank_need(role: GangRole, settings: Settings, *, gpu_bytes: int | None = Non
     return replace(need, slots=slots if slots != "auto" else auto_slots(role, settings, gpu_bytes))
 
 
+def kv_slots(role: GangRole, settings: Settings) -> int:
+    """Return the slots of each instance of a gang, on the device that its ranks have here."""
+    slots = settings.gangs[role].kv_slots
+    if slots != "auto":
+        return slots
+    gpu_bytes = torch.cuda.mem_get_info()[1] if on_gpus(role, settings) else None
+    return auto_slots(role, settings, gpu_bytes)
+
+
 def auto_slots(role: GangRole, settings: Settings, gpu_bytes: int | None) -> int:
     """Return the slots of a gang's instances that `kv_slots: auto` stands for.
 

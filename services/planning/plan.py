@@ -73,7 +73,7 @@ def make_plan(settings: Settings, hardware: Hardware | None) -> Plan:
     spec = read_spec(settings.model_dir, settings.model_overrides)
     positions = min(settings.max_positions or spec.max_positions, spec.max_positions)
     prefilling = ranks[settings.prefilling_role]
-    decoding = ranks["decode" if settings.elastic is None else "elastic"]
+    decoding = ranks[settings.decoding_role]
     plan = Plan(
         ranks=ranks,
         device=device,
@@ -146,13 +146,13 @@ def _ttft_s(
     last_layer = own * need.slot / spec.layers
     moved = (exchanged + summed + last_layer) / device.link_bytes_s
     first = need.weights / device.memory_bytes_s
-    return computing / (instances * tp) + moved + first
+    return float(computing / (instances * tp) + moved + first)
 
 
 def _token_s(context: int, settings: Settings, need: RankNeed, device: Device) -> float:
     """Predict one further token: weights and the KV of all instances are read."""
     read = need.weights + context * need.slot / settings.decoding.instances
-    return read / device.memory_bytes_s
+    return float(read / device.memory_bytes_s)
 
 
 def _active_parameters(spec: ModelSpec) -> float:

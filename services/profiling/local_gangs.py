@@ -32,6 +32,7 @@ from csps.protocols.gang.messages import (
     SlotsFreed,
 )
 from csps.protocols.rpc.schema import pack, unpack
+from csps.services.planning.memory import kv_slots
 from csps.services.settings.devices import resolve_device
 from csps.services.settings.settings import Settings
 
@@ -281,7 +282,7 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
             world_size=section.ranks,
             tp=section.tp,
             gang_id=gang_id,
-            kv_slots=section.kv_slots,
+            kv_slots=kv_slots(role, settings),
             dtype=settings.dtype,
             device=resolve_device(settings.device, section.num_gpus),
             threads=section.threads,

@@ -25,6 +25,7 @@ from csps.models.network.spec import read_spec
 from csps.protocols.attention.csa import Architecture, CsaSettings
 from csps.protocols.attention.plan import ENGINE_NAMES, EXACT, option_name
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded, FaultError
+from csps.services.planning.memory import kv_slots
 from csps.services.profiling.local_gangs import open_local_gangs
 from csps.services.profiling.step_profile import Say
 from csps.services.profiling.steps import StepWork, measure_work
@@ -155,7 +156,7 @@ async def measure_overheads(
     longest = min(
         settings.max_positions
         or read_spec(settings.model_dir, settings.model_overrides).max_positions,
-        gang.instances * (gang.kv_slots - 1),
+        gang.instances * (kv_slots(settings.prefilling_role, settings) - 1),
     )
     candidates = QUICK_OVERHEAD_TOKENS if quick else OVERHEAD_TOKENS
     lengths = [tokens for tokens in candidates if tokens <= longest]

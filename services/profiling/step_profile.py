@@ -18,7 +18,9 @@ from itertools import zip_longest
 
 from csps.configurator.model.scaling_information_base import ScalingInformationBase, StepRow
 from csps.models.network.spec import read_spec
+from csps.protocols.gang.members import GangRole
 from csps.services.measured.fits import DECODE, EXACT
+from csps.services.planning.memory import kv_slots
 from csps.services.profiling.local_gangs import LocalGangs, open_local_gangs
 from csps.services.profiling.runs import (
     DecodeRun,
@@ -30,7 +32,7 @@ from csps.services.profiling.runs import (
     ring_runs,
 )
 from csps.services.profiling.steps import measure_iterations, measure_ring, measure_step
-from csps.services.settings.settings import AnyGang, Settings
+from csps.services.settings.settings import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -99,13 +101,14 @@ class StepProfile:
         alternate, so that an interrupted profile has some of each.
         """
         quick, settings = self._effort.quick, self._settings
-        steps = prefill_runs(self._limits(settings.prefilling), quick=quick)
+        steps = prefill_runs(self._limits(settings.prefilling_role), quick=quick)
         decodes = decode_runs(
-            self._limits(settings.decoding),
+            self._limits(settings.decoding_role),
             quick=quick,
             answer=self._effort.iterations,
             max_batch=MAX_BATCH,
-            max_prompt=settings.prefilling.instances * (settings.prefilling.kv_slots - 1),
+            max_prompt=settings.prefilling.instances
+            * (kv_slots(settings.prefilling_role, settings) - 1),
         )
         known = Counter() if self._effort.again else Counter(map(_key, self._base.rows(StepRow)))
         alternating = [
@@ -118,11 +121,11 @@ class StepProfile:
             if known[self._last_key(run)] < needed
         ]
 
-    def _limits(self, gang: AnyGang) -> GangLimits:
+    def _limits(self, role: GangRole) -> GangLimits:
         longest = read_spec(self._settings.model_dir, self._settings.model_overrides).max_positions
         return GangLimits(
-            instances=gang.instances,
-            kv_slots=gang.kv_slots,
+            instances=self._settings.gangs[role].instances,
+            kv_slots=kv_slots(role, self._settings),
             max_positions=min(longest, self._settings.max_positions or longest),
         )
 
@@ -234,7 +237,7 @@ class RingProfile:
         longest = read_spec(settings.model_dir, settings.model_overrides).max_positions
         limits = GangLimits(
             instances=settings.prefilling.instances,
-            kv_slots=settings.prefilling.kv_slots,
+            kv_slots=kv_slots(settings.prefilling_role, settings),
             max_positions=min(longest, settings.max_positions or longest),
         )
         stored = [] if self._effort.again else self._base.rows(StepRow)

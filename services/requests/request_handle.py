@@ -204,6 +204,9 @@ class RequestHandle:
         self.plan: AttentionPlan | None = None
         """Attention plan of the last attempt, once its first step was sent."""
         self.placement: AttemptPlacement | None = None
+        self.computed_tokens = 0
+        """Prompt tokens that are computed or were cached, as far as it is known; never fewer than
+        before, although another attempt computes them again."""
         self.cached_tokens = 0
         """Prompt tokens that the last attempt found in the prefix cache."""
         self.finish_reason: FinishReason | None = None
@@ -356,6 +359,7 @@ class RequestHandle:
     def placed(self) -> None:
         """Record that the scheduler placed the request; decode slots are being reserved."""
         self.state = "reserving"
+        self.prefilled_up_to(self.cached_tokens)
         self.timings.attempts += 1
         self.marks.placed = time.monotonic()
 
@@ -381,6 +385,28 @@ class RequestHandle:
                 ttft_ms + overhead_ns / 1e6, self.plan.predicted_accuracy_loss
             )
             self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms, bounds_met=met)
+
+    def prefilled_up_to(self, tokens: float) -> None:
+        """Record that ranks have computed so many tokens of the prompt."""
+        self.computed_tokens = max(self.computed_tokens, int(tokens))
+
+    def progress(self) -> dict[str, Any]:
+        """Return how far the prompt is, in llama.cpp's fields, and when its end is predicted."""
+        total = int(self.spec.prompt.size)
+        waited_s = time.monotonic() - self.marks.submitted
+        plan, left_s = self.plan, None
+        if self.marks.first_token is not None:
+            left_s = 0.0
+        elif plan is not None and plan.predicted_ttft_ms is not None:
+            left_s = max(0.0, plan.predicted_ttft_ms / 1e3 - waited_s)
+        done = self.marks.first_token is not None
+        return {
+            "total": total,
+            "cache": min(self.cached_tokens, total),
+            "processed": total if done else min(self.computed_tokens, total),
+            "time_ms": round(1e3 * waited_s),
+            "predicted_s": left_s,
+        }
 
     def kv_received_after(self, waited_s: float) -> None:
         """Record that a decode rank received its KV, some of which waited `waited_s` seconds for a

@@ -144,6 +144,7 @@ class RankNotifications:
             self._note_heartbeat(gang_number, gang.instance_of(rank))
         else:
             self._post_event(Heartbeat(steps=(progress.step_id,)))
+            self._steps.advanced(progress.step_id, progress.computed)
 
     def _prefill_done(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         done = unpack(PrefillDone, payload)
@@ -295,6 +296,15 @@ class RunningSteps:
             and any(member in step.unreported for member in high_priority.group)
         )
 
+    def advanced(self, step_id: StepId, computed: float) -> None:
+        """Record that a rank has computed a fraction of a step: tell its requests."""
+        if (step := self._running.get(step_id)) is None:
+            return
+        spans = {chunk.sequence_id: chunk for chunk in step.command.step.chunks}
+        for sequence in step.sequences:
+            if (chunk := spans.get(sequence.id)) is not None:
+                sequence.handle.prefilled_up_to(chunk.start + computed * chunk.length)
+
     def rank_done(self, done: PrefillDone, instance: InstanceId) -> None:
         """Record a rank's report of a step: first for the scheduler, which waits for it."""
         step = self._running.get(done.step_id)
@@ -309,6 +319,7 @@ class RunningSteps:
         took_ns = int(took_s * 1e9)
         self._post_event(StepDone(step_id=done.step_id, instance=instance, took_ns=took_ns))
         if not step.unreported:
+            self.advanced(done.step_id, 1.0)
             del self._running[done.step_id]
             last = {chunk.sequence_id for chunk in step.command.step.chunks if chunk.last}
             for sequence in step.sequences:

@@ -499,6 +499,11 @@ class Settings(SettingsSection):
         return self.elastic or self.prefill
 
     @property
+    def decoding_role(self) -> GangRole:
+        """Role of the gang that samples tokens."""
+        return "decode" if self.elastic is None else "elastic"
+
+    @property
     def decoding(self) -> DecodeSettings | ElasticSettings:
         """The gang that samples tokens."""
         return self.elastic or self.decode

@@ -34,8 +34,25 @@ OURS: Mapping[str, str] = {
     "decode-context-parallel-size": "decode.instances",
     "prefill-context-parallel-size": "prefill.instances",
     "scheduling-policy": "scheduling.policy",
+    "tool-call-parser": "tool_format",
+    "reasoning-parser": "reasoning",
 }
 """Settings by vLLM's name."""
+
+TOOL_FORMATS: Mapping[str, str] = {
+    "hermes": "hermes",
+    "llama3_json": "llama3",
+}
+"""The setting `tool_format` by vLLM's parser."""
+REASONING: Mapping[str, str] = {
+    "deepseek_r1": "think",
+    "deepseek_v3": "think",
+    "glm45": "think",
+    "minimax_m2": "think",
+    "qwen3": "think",
+    "step3": "think",
+}
+"""The setting `reasoning` by vLLM's parser."""
 
 ALIASES: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
@@ -122,6 +139,7 @@ IGNORED: Mapping[str, Ignored] = {
     "disable-hybrid-kv-cache-manager": _switch("all layers store all positions"),
     "disable-frontend-multiprocessing": _switch(_ONE_LOOP),
     "api-server-count": Ignored(_ONE_LOOP),
+    "enable-auto-tool-choice": _switch("tools are always allowed"),
     "enable-prompt-tokens-details": _switch("answers always have them"),
     "seed": Ignored("a request may have a seed; without one it is random"),
     "max-logprobs": Ignored("a request may ask for 20"),
@@ -183,13 +201,10 @@ REFUSED: Mapping[str, str] = {
     "enable-lora": "LoRA adapters are not served; merge the adapter into the weights",
     "lora-modules": "LoRA adapters are not served; merge the adapter into the weights",
     "max-lora-rank": "LoRA adapters are not served; merge the adapter into the weights",
-    "enable-auto-tool-choice": "tools are not served",
-    "tool-call-parser": "tools are not served",
-    "tool-parser-plugin": "tools are not served",
-    "tool-server": "tools are not served",
-    "reasoning-parser": "reasoning is not separated from the answer; clients get it as text",
-    "reasoning-parser-plugin": "reasoning is not separated from the answer",
-    "default-chat-template-kwargs": "templates get no further variables",
+    "tool-parser-plugin": "no code from elsewhere is run; tool_format names the formats",
+    "tool-server": "clients run their tools themselves",
+    "reasoning-parser-plugin": "no code from elsewhere is run",
+    "default-chat-template-kwargs": "requests bring chat_template_kwargs",
     "tokenizer": _TOKENIZER,
     "tokenizer-mode": _TOKENIZER,
     "tokenizer-revision": _TOKENIZER,
@@ -204,8 +219,10 @@ REFUSED: Mapping[str, str] = {
     "task": "only text generation is served",
     "convert": "only text generation is served",
     "logits-processors": "no code from elsewhere is run; use logit_bias",
-    "generation-config": "requests bring their sampling parameters",
-    "override-generation-config": "requests bring their sampling parameters",
+    "generation-config": (
+        "sampling that a request leaves out is as the checkpoint's generation_config.json says"
+    ),
+    "override-generation-config": "edit the checkpoint's generation_config.json",
     "enable-sleep-mode": "a server that is not needed is stopped",
     "uds": f"the server listens on TCP; {_GATEWAY}",
     "root-path": f"the API is at /v1; {_GATEWAY}",
@@ -239,7 +256,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "runner": frozenset({"auto", "generate"}),
     "task": frozenset({"auto", "generate"}),
     "convert": frozenset({"auto", "none"}),
-    "generation-config": frozenset({"vllm"}),
+    "generation-config": frozenset({"auto"}),
     "model-impl": frozenset({"auto", "vllm"}),
     "nnodes": frozenset({"1"}),
 }

@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from csps import __version__
 
@@ -99,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return MISUSED
     command = COMMANDS[_parser().parse_args(words[:1]).command]
+    # Last, so that it hides nothing: for a policy of one's own, `module:Class`.
+    sys.path.append(str(Path.cwd()))
     try:
         return command.load()(words[1:]) or 0
     except CspsError as error:

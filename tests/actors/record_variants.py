@@ -1,6 +1,7 @@
 """Print which variants of the Triton kernels steps and iterations need, and which a rank warms up.
 
-Run as a program by test_kernel_warm_up.py, outside of the interpreter: MODEL STRATEGY... Prints a
+Run as a program by test_kernel_warm_up.py, outside of the interpreter: MODEL STRATEGY..., where "by
+name" is what a rank takes for the step. Prints a
 JSON object {"needed": {kernel: variants}, "warm": {kernel: variants}}.
 """
 
@@ -16,9 +17,9 @@ from typing import cast
 
 import torch
 from device_budget import DEVICE
-from gang_driver import even_bounds, even_shares
+from gang_driver import even_bounds, even_slices
 from recording_kernels import Variants, recorded_kernels
-from strategy_ranks import MakeStrategy, job_of
+from strategy_ranks import MakeStrategy, step_of
 from test_device_budgets import (
     NobodysMesh,
     _ignore_kv,
@@ -30,7 +31,7 @@ from test_launch_logs import STRATEGIES
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import SpGroup, spans_on
-from csps.actors.attention.choice import ANY_ROWS
+from csps.actors.attention.choice import ANY_ROWS, strategy_of
 from csps.actors.comm.layout import GangLayout
 from csps.actors.engine.first_tokens import _last_attention
 from csps.actors.engine.iteration import forward
@@ -47,16 +48,16 @@ def steps(strategies: Sequence[str]) -> Iterator[tuple[MakeStrategy, PrefillStep
     """Yield steps of short and long chunks with each strategy, with history and without."""
     group = range(MEMBERS)
     for name in strategies:
-        make = STRATEGIES[name]
+        make = {**STRATEGIES, "by name": lambda members: strategy_of}[name]
         for lengths in LENGTHS:
             bounds = even_bounds(sum(lengths), MEMBERS)
-            step = job_of(bounds, lengths)
+            step = step_of(bounds, lengths)
             yield make(MEMBERS), step
             if name in ANY_ROWS:
                 yield make(MEMBERS), striped_step(step)
-            history = [even_shares(HISTORY, group) for _ in lengths]
+            history = [even_slices(HISTORY, group) for _ in lengths]
             starts = [HISTORY] * len(lengths)
-            yield make(MEMBERS), job_of(bounds, lengths, starts=starts, history=history)
+            yield make(MEMBERS), step_of(bounds, lengths, starts=starts, history=history)
 
 
 def run(engine: Engine, strategy: MakeStrategy, step: PrefillStep, member: int) -> None:

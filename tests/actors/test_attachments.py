@@ -11,7 +11,16 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from gang_driver import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, job_of, prompt_of
+from gang_driver import (
+    ANSWER_S,
+    GREEDY,
+    SECRET,
+    Cell,
+    Request,
+    even_slices,
+    prefill_step,
+    prompt_of,
+)
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
@@ -45,21 +54,21 @@ def request(sequence_id: int, sampling: Sampling = GREEDY) -> Request:
     return Request(
         sequence_id=sequence_id,
         prompt=prompt_of(40, sequence_id),
-        slices=even_shares(40, [0, 1]),
+        slices=even_slices(40, [0, 1]),
         master=sequence_id % 2,
         sampling=sampling,
     )
 
 
 def step_of(request: Request) -> PrefillStep:
-    return job_of([request.chunk()], [0, 1])
+    return prefill_step([request.chunk()], [0, 1])
 
 
 async def successor(cell: ThreadCell) -> ThreadCell:
     """Attach another router to the same gangs; its generation follows the first one's."""
     other = ThreadCell()
     other.prefill_gang, other.decode_gang = cell.prefill_gang, cell.decode_gang
-    other._job_ids = cell._job_ids
+    other._step_ids = cell._step_ids
     other.prefill = await other.attach(cell.prefill_gang.members, "prefill")
     other.decode = await other.attach(cell.decode_gang.members, "decode")
     await other.connect()
@@ -71,7 +80,7 @@ async def check_serves(cell: ThreadCell, model: Path, sequence_id: int = 99) -> 
     answers = await cell.generate(sequence, group=[0, 1])
     assert answers == [greedy_tokens(model, sequence.prompt.tolist(), GREEDY.max_tokens)]
     await cell.freed(sequence_id)
-    await cell.prefilled(*cell.jobs)
+    await cell.prefilled(*cell.steps)
 
 
 async def leave_work_of_every_kind(cell: ThreadCell) -> None:
@@ -82,7 +91,9 @@ async def leave_work_of_every_kind(cell: ThreadCell) -> None:
     for sequence in (transferred, decoding, under_way, queued, reserved):
         await cell.reserve(sequence)
     await cell.prefilled(
-        cell.submit(job_of([retained.chunk(0, 20, placement=())], [0, 1]), retained.prompt[:20])
+        cell.submit(
+            prefill_step([retained.chunk(0, 20, placement=())], [0, 1]), retained.prompt[:20]
+        )
     )
     for sequence in (transferred, decoding):
         cell.submit(step_of(sequence), sequence.prompt)
@@ -91,8 +102,8 @@ async def leave_work_of_every_kind(cell: ThreadCell) -> None:
     await cell.until(lambda: len(cell.tokens(decoding.sequence_id)) > 2)
     first = cell.submit(step_of(under_way), under_way.prompt, ranks=[0])
     second = cell.submit(step_of(queued), queued.prompt, ranks=[0])
-    cell.submit(cell.jobs[first], under_way.prompt, ranks=[1])
-    cell.submit(cell.jobs[second], queued.prompt, ranks=[1])
+    cell.submit(cell.steps[first], under_way.prompt, ranks=[1])
+    cell.submit(cell.steps[second], queued.prompt, ranks=[1])
 
 
 async def test_work_ends_when_its_router_disconnects(tiny_llama: Path) -> None:
@@ -198,7 +209,7 @@ async def test_many_peers_may_describe_one_rank(tiny_llama: Path) -> None:
         await check_serves(cell, tiny_llama)
 
 
-# --- a router that dies in the middle of sending a job -------------------------------------
+# --- a router that dies in the middle of sending a step -------------------------------------
 
 
 async def test_a_step_that_reached_only_some_members_is_dropped(tiny_llama: Path) -> None:
@@ -238,15 +249,15 @@ async def test_work_of_every_kind_ends_with_its_router(tiny_llama: Path) -> None
 async def test_a_step_waits_for_slots_of_a_former_router(tiny_llama: Path) -> None:
     """The former router's KV is still on its way when the next router fills the pool."""
     async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
-        request = Request(sequence_id=1, prompt=prompt_of(40, 1), slices=even_shares(40, [0]))
+        request = Request(sequence_id=1, prompt=prompt_of(40, 1), slices=even_slices(40, [0]))
         await cell.reserve(request)
         reservation = cell.decode_gang.ranks[0].loop.decode_batch.reservations.find(1)
         assert reservation is not None
         with reservation.lock:
-            cell.submit(job_of([request.chunk()], [0]), request.prompt)
+            cell.submit(prefill_step([request.chunk()], [0]), request.prompt)
             await cell.until(lambda: cell.tokens(1))  # computed, and sending
-            big = Request(sequence_id=2, prompt=prompt_of(60, 2), slices=even_shares(60, [0]))
-            step_id = cell.submit(job_of([big.chunk(0, 59)], [0]), big.prompt[:59])
+            big = Request(sequence_id=2, prompt=prompt_of(60, 2), slices=even_slices(60, [0]))
+            step_id = cell.submit(prefill_step([big.chunk(0, 59)], [0]), big.prompt[:59])
             await cell.prefill.stats()
             assert cell.prefill_gang.ranks[0].engine.pool.slots.used == 40
         await cell.prefilled(step_id)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from strategy_ranks import LAYERS, MODELS, StrategyRanks, job_of, strategy_ranks
+from strategy_ranks import LAYERS, MODELS, StrategyRanks, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(checkpoint: Path) -> Iterator[float]:
     """Yield the error of one rank."""
     with strategy_ranks(checkpoint, instances=1, dtype=torch.bfloat16) as gang:
-        yield error(gang, job_of(BOUNDS[1], LENGTHS))
+        yield error(gang, step_of(BOUNDS[1], LENGTHS))
 
 
 def error(gang: StrategyRanks, step: PrefillStep) -> float:
@@ -75,7 +75,7 @@ def test_a_group_in_bf16_is_as_near_to_fp32_as_one_rank(
     fields: dict[str, object] = {"strategy": strategy}
     if strategy in ("sp_tp", "levels"):
         fields["csa"] = uniform_plan(SERVERS, levels=2, layers=LAYERS)
-    step = job_of(BOUNDS[instances], LENGTHS, **fields)
+    step = step_of(BOUNDS[instances], LENGTHS, **fields)
     factor, more = TOLERANCE
     with strategy_ranks(checkpoint, instances=instances, tp=tp, dtype=torch.bfloat16) as gang:
         assert error(gang, step) <= factor * alone + more

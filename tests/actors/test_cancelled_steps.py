@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_ranks import LAYERS, Gangs, StrategyRanks, assert_near, job_of
+from strategy_ranks import LAYERS, Gangs, StrategyRanks, assert_near, step_of
 from torch import Tensor
 from uniform_plan import uniform_plan
 
@@ -97,7 +97,7 @@ def test_cancelled_sequences_are_not_computed(gangs: Gangs, case: str) -> None:
         KvSlice(2, 0, 9),
         KvSlice(1, 9, 11),
     ]
-    step = job_of(
+    step = step_of(
         BOUNDS,
         LENGTHS,
         starts=[0, 11, 0, 0],

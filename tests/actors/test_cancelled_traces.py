@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gang_driver import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_slices, prefill_step, prompt_of
 from gang_threads import thread_cell
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
@@ -45,20 +45,20 @@ async def test_a_stopped_step_is_traced(
     if strategy in ("csa", "sp_tp"):
         locations = ["0-0-0", "0-1-0"]
         plan = uniform_plan(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
-    request = Request(sequence_id=VICTIM, prompt=prompt_of(60), slices=even_shares(60, [0]))
+    request = Request(sequence_id=VICTIM, prompt=prompt_of(60), slices=even_slices(60, [0]))
     # Plain gloo tells how long exchanges took.
     async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1, data_group=None) as cell:
         await cell.reserve(request)
-        step = job_of([request.chunk()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
+        step = prefill_step([request.chunk()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
         step_id = cell.submit(step, request.prompt)
         await steps.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(step_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
         await cell.freed(VICTIM)
     spans = exported.get_finished_spans()
-    jobs = [span for span in spans if span.name == "prefill.compute"]
-    assert len(jobs) == 2 * tp
-    for span in jobs:
+    computed = [span for span in spans if span.name == "prefill.compute"]
+    assert len(computed) == 2 * tp
+    for span in computed:
         check_stopped(span)
         phases = [phase for phase in spans if phase.parent == span.context]
         check_phases(phases, FIRST_EXCHANGE.get(strategy, "first all-to-all"))

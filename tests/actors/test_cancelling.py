@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
-from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_driver import GREEDY, Request, even_slices, prefill_step, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 from paused_ranks import PausedSteps
@@ -41,14 +41,14 @@ def request(sequence_id: int, length: int = 40, sampling: Sampling = GREEDY) -> 
     return Request(
         sequence_id=sequence_id,
         prompt=prompt_of(length, sequence_id),
-        slices=even_shares(length, [0, 1]),
+        slices=even_slices(length, [0, 1]),
         master=sequence_id % 2,
         sampling=sampling,
     )
 
 
 def step_of(*requests: Request) -> PrefillStep:
-    return job_of([request.chunk() for request in requests], [0, 1])
+    return prefill_step([request.chunk() for request in requests], [0, 1])
 
 
 def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
@@ -61,14 +61,14 @@ def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
 async def check_goes_on(cell: ThreadCell, model: Path) -> None:
     """Check that all slots are free and a new request is answered."""
     await cell.freed(VICTIM)
-    await cell.prefilled(*cell.jobs)
+    await cell.prefilled(*cell.steps)
     await cell.prefill.stats()  # the cancellation came before it on every connection
     cell.check_idle()
     late = request(99)
     answers = await cell.generate(late, group=[1, 0])
     assert answers == [greedy_tokens(model, late.prompt.tolist(), GREEDY.max_tokens)]
     await cell.freed(99)
-    await cell.prefilled(*cell.jobs)
+    await cell.prefilled(*cell.steps)
     cell.check_idle()
 
 
@@ -95,8 +95,8 @@ async def test_a_queued_sequence_is_cancelled(tiny_llama: Path) -> None:
         cell.submit(step_of(victim), victim.prompt, ranks=[0])
         cell.cancel(VICTIM)
         await cell.prefill.stats()
-        cell.submit(cell.jobs[first], other.prompt, ranks=[1])
-        cell.submit(cell.jobs[first + 1], victim.prompt, ranks=[1])
+        cell.submit(cell.steps[first], other.prompt, ranks=[1])
+        cell.submit(cell.steps[first + 1], victim.prompt, ranks=[1])
         await cell.answer(other)
         await cell.prefilled(first + 1)
         assert all(done.cancelled for done in cell.about(PrefillDone, step_id=first + 1))
@@ -113,7 +113,7 @@ async def test_a_step_that_not_all_members_have_is_cancelled(tiny_llama: Path) -
         await cell.prefill.stats()
         cell.cancel(VICTIM)
         await cell.prefill.stats()  # rank 0 waits for the other one, and knows
-        cell.submit(cell.jobs[step_id], victim.prompt, ranks=[1])
+        cell.submit(cell.steps[step_id], victim.prompt, ranks=[1])
         await cell.prefilled(step_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
         await check_goes_on(cell, tiny_llama)
@@ -148,7 +148,7 @@ async def test_one_sequence_of_a_batch_is_cancelled(tiny_llama: Path) -> None:
         step_id = cell.submit(both, tokens, ranks=[0])
         cell.cancel(VICTIM)
         await cell.prefill.stats()
-        cell.submit(cell.jobs[step_id], tokens, ranks=[1])
+        cell.submit(cell.steps[step_id], tokens, ranks=[1])
         answers = await cell.answer(other)
         assert answers == [greedy_tokens(tiny_llama, other.prompt.tolist(), GREEDY.max_tokens)]
         assert not cell.tokens(VICTIM)  # the last layer was computed without it
@@ -176,8 +176,8 @@ async def test_one_sequence_of_a_batch_is_cancelled_before_its_first_layer(
         )
         cell.cancel(VICTIM)
         await cell.prefill.stats()
-        cell.submit(cell.jobs[first], ahead.prompt, ranks=[1])
-        cell.submit(cell.jobs[both], tokens, ranks=[1])
+        cell.submit(cell.steps[first], ahead.prompt, ranks=[1])
+        cell.submit(cell.steps[both], tokens, ranks=[1])
         for sequence, answer in zip((ahead, other), await cell.answer(ahead, other), strict=True):
             assert answer == greedy_tokens(tiny_llama, sequence.prompt.tolist(), GREEDY.max_tokens)
         assert max(len(call.args[0]) for call in attended.call_args_list) == len(other.prompt)

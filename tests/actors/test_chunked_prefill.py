@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gang_driver import LAYOUTS, Prompt, Request, even_shares, job_of, laid_out, prompt_of
+from gang_driver import LAYOUTS, Prompt, Request, even_slices, laid_out, prefill_step, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 from rank_kv import held_positions
@@ -75,7 +75,7 @@ def run_step(
     **fields: Any,
 ) -> int:
     """Submit a step and note who owns its tokens afterwards."""
-    step = job_of(chunks, group, bounds, **fields)
+    step = prefill_step(chunks, group, bounds, **fields)
     tokens = [
         prefill.request.prompt[chunk.start : chunk.start + chunk.length]
         for prefill, chunk in zip(prefills, chunks, strict=True)
@@ -110,7 +110,7 @@ async def finish(cell: ThreadCell, model: Path, prefills: Sequence[Prefill]) -> 
     for request, answer in zip(requests, answers, strict=True):
         assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
     await cell.freed(*(request.sequence_id for request in requests))
-    await cell.prefilled(*cell.jobs)
+    await cell.prefilled(*cell.steps)
     cell.check_idle()
 
 
@@ -118,7 +118,7 @@ async def reserved(cell: ThreadCell, *prompts: Prompt) -> list[Prefill]:
     decode = range(cell.decode.instances)
     prefills = [
         Prefill(
-            Request(sequence_id=sequence_id, prompt=prompt, slices=even_shares(len(prompt), decode))
+            Request(sequence_id=sequence_id, prompt=prompt, slices=even_slices(len(prompt), decode))
         )
         for sequence_id, prompt in enumerate(prompts, start=1)
     ]

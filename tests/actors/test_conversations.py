@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_driver import LAYOUTS, Prompt, Request, job_of, laid_out, prompt_of, shares_at
+from gang_driver import LAYOUTS, Prompt, Request, laid_out, prefill_step, prompt_of, slices_at
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps, thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
@@ -157,7 +157,7 @@ class Talk:
         if self.rng.random() < 0.5:
             return laid_out(self.rng.choice(LAYOUTS), start, stop, instances)
         cuts = sorted(self.rng.randint(start, stop) for _ in instances[1:])
-        return shares_at([start, *cuts, stop], instances)
+        return slices_at([start, *cuts, stop], instances)
 
     async def _run_turn(self, request: Request) -> list[int]:
         cell = self.cell
@@ -190,16 +190,16 @@ class Talk:
         length = len(self.text)
         reused = self._in_place(request) if self.in_place else self._reused(self.prefilled)
         starts = sorted({reused, self.rng.randint(reused, length - 1)})
-        history, jobs = self.prefilled.before(reused), []
+        history, steps = self.prefilled.before(reused), []
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             step_id, computed = self._chunk(request, start, stop, history)
-            jobs.append(step_id)
+            steps.append(step_id)
             history = (*history, *computed)
             if self.in_place:
                 history = within(request.slices, stop)
             else:
                 self.prefilled.learn(request.sequence_id, computed, stop)
-        return jobs
+        return steps
 
     def _in_place(self, request: Request) -> int:
         """Return how much KV is reused. KV reserved elsewhere than it is known may move there."""
@@ -234,13 +234,13 @@ class Talk:
         self.rng.shuffle(group)
         rows: tuple[KvSlice, ...] = ()
         cuts = [start, *sorted(self.rng.randint(start, stop) for _ in group[1:]), stop]
-        computed = shares_at(cuts, group)
+        computed = slices_at(cuts, group)
         if any_rows := self.rng.random() < 0.5:
             computing = self.rng.sample(group, self.rng.randint(1, len(group)))
             rows = computed = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
         chunk = request.chunk(start, stop, history=history, rows=rows)
         strategy = self.rng.choice(ANY_ROWS if any_rows else STRATEGIES)
-        step = job_of([chunk], group, [cut - start for cut in cuts], strategy=strategy)
+        step = prefill_step([chunk], group, [cut - start for cut in cuts], strategy=strategy)
         return self.cell.submit(step, self.text[start:stop]), computed
 
     async def _retain(self, request: Request, stop: int) -> None:
@@ -254,7 +254,7 @@ class Talk:
             kept = Span(0, 0)  # it was not sent
         own = [kv_slice for kv_slice in (*request.slices, *answer_holders) if not kv_slice.source]
         self.decoded.learn(sequence_id, own, kept.stop)
-        left = await cell.keep(
+        left = await cell.retain_or_evict(
             cell.decode, RetainKv(sequence_id=sequence_id, start=kept.start, stop=kept.stop)
         )
         expected = sum(kv_slice.span.intersection(kept).length for kv_slice in own)
@@ -262,7 +262,7 @@ class Talk:
         if not self.in_place and self.rng.random() < 0.3:
             released = Span(self.rng.randint(0, stop), stop)
             self.prefilled.forget(sequence_id, [released])
-            await cell.keep(
+            await cell.retain_or_evict(
                 cell.prefill,
                 EvictKv(sequence_id=sequence_id, start=released.start, stop=released.stop),
             )
@@ -276,7 +276,7 @@ class Talk:
             gangs.append(self.cell.prefill)
         for gang in gangs:
             for sequence_id in self.sequence_ids:
-                assert await self.cell.keep(gang, EvictKv(sequence_id=sequence_id)) == 0
+                assert await self.cell.retain_or_evict(gang, EvictKv(sequence_id=sequence_id)) == 0
 
 
 def within(slices: Sequence[KvSlice], stop: int) -> tuple[KvSlice, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gang_driver import Request, even_shares, job_of, laid_out, prompt_of
+from gang_driver import Request, even_slices, laid_out, prefill_step, prompt_of
 from gang_threads import elastic_cell
 from greedy_reference import greedy_tokens
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -42,7 +42,7 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     request = Request(
         sequence_id=1,
         prompt=prompt_of(LENGTH),
-        slices=even_shares(LENGTH, [1]),
+        slices=even_slices(LENGTH, [1]),
         master=1,
         sampling=Sampling(temperature=0, max_tokens=DRAWN),
         answer=answer,
@@ -54,7 +54,7 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
         await cell.reserve(request)
         rows = laid_out("striped", 0, LENGTH, [0, 1, 2])
         chunk = request.chunk(rows=rows)
-        step = job_of([chunk], [0, 1, 2], strategy="ring_kv", trace=TIMELINE)
+        step = prefill_step([chunk], [0, 1, 2], strategy="ring_kv", trace=TIMELINE)
         await cell.prefilled(cell.submit(step, request.prompt))
         before = [list(rank.engine.mesh.bytes_sent) for rank in ranks]
         assert await cell.answer(request) == [

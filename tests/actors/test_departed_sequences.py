@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gang_driver import GREEDY, Request, even_shares, job_of, laid_out, prompt_of, shares_at
+from gang_driver import GREEDY, Request, even_slices, laid_out, prefill_step, prompt_of, slices_at
 from gang_threads import ThreadCell, elastic_cell
 from greedy_reference import greedy_tokens
 
@@ -28,7 +28,7 @@ def request_of(sequence_id: int, length: int, instances: list[int]) -> Request:
     return Request(
         sequence_id=sequence_id,
         prompt=prompt_of(length, sequence_id),
-        slices=even_shares(length, instances),
+        slices=even_slices(length, instances),
         master=instances[-1],
     )
 
@@ -44,14 +44,14 @@ async def overtaken(
     rows = {"rows": laid_out("striped", 0, 20, [0, 1])} if "rows" in fields else {}
     chunks = [one.chunk(start, **fields), other.chunk(**rows)]
     tokens = np.concatenate([one.prompt[start:], other.prompt])
-    step_id = cell.submit(job_of(chunks, [0, 1], strategy=strategy), tokens, ranks=[0])
+    step_id = cell.submit(prefill_step(chunks, [0, 1], strategy=strategy), tokens, ranks=[0])
     cell.cancel(LEAVING)
     await cell.until(lambda: cell.about(SlotsFreed, sequence_id=LEAVING, rank=1))
     slots = cell.ranks[1].engine.pool.slots
     later = request_of(LATER, slots.free - 5, [1])
     await cell.reserve(later)
     assert not slots.free
-    cell.submit(cell.jobs[step_id], tokens, ranks=[1])
+    cell.submit(cell.steps[step_id], tokens, ranks=[1])
     return step_id, other, later
 
 
@@ -85,10 +85,12 @@ async def test_history_that_is_gone_with_its_sequence_is_not_missed(
     async with elastic_cell(tiny_llama, 2, kv_slots=KV_SLOTS) as cell:
         one = replace(
             request_of(LEAVING, LENGTH, [0, 1]),
-            slices=shares_at([0, 3, FIRST_CHUNK, LENGTH], [0, 1, 0]),
+            slices=slices_at([0, 3, FIRST_CHUNK, LENGTH], [0, 1, 0]),
         )
         await cell.reserve(one)
-        first = cell.submit(job_of([one.chunk(0, FIRST_CHUNK)], [0, 1]), one.prompt[:FIRST_CHUNK])
+        first = cell.submit(
+            prefill_step([one.chunk(0, FIRST_CHUNK)], [0, 1]), one.prompt[:FIRST_CHUNK]
+        )
         await cell.prefilled(first)
         history = one.slices[:2]
         step_id, other, later = await overtaken(
@@ -110,9 +112,9 @@ async def test_a_shared_prefix_is_not_moved_to_where_its_sequence_left(
         )
         await cell.generate(origin, group=[0, 1])
         held = Span(start=0, stop=FIRST_CHUNK)
-        assert await cell.keep(cell.decode, RetainKv(sequence_id=ORIGIN, stop=FIRST_CHUNK)) == len(
-            held.positions
-        )
+        assert await cell.retain_or_evict(
+            cell.decode, RetainKv(sequence_id=ORIGIN, stop=FIRST_CHUNK)
+        ) == len(held.positions)
         one = request_of(LEAVING, LENGTH, [1 - holder])
         one = replace(one, prompt=np.concatenate([origin.prompt, one.prompt[FIRST_CHUNK:]]))
         await cell.reserve(one)
@@ -132,11 +134,11 @@ async def finish(
     """Check that the requests that are left get their tokens, and that all slots come back."""
     await cell.prefilled(step_id)
     assert not any(done.cancelled for done in cell.about(PrefillDone, step_id=step_id))
-    cell.submit(job_of([later.chunk()], [1]), later.prompt)
+    cell.submit(prefill_step([later.chunk()], [1]), later.prompt)
     answers = await cell.answer(other, later)
     for request, answer in zip((other, later), answers, strict=True):
         assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
     await cell.freed(LEAVING, STAYING, LATER)
     if retained is not None:
-        assert await cell.keep(cell.decode, EvictKv(sequence_id=retained)) == 0
+        assert await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=retained)) == 0
     cell.check_idle()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from device_budget import DEVICE, Device, DeviceBudget, device
 from gang_driver import bounds_of_rows, laid_out
-from strategy_ranks import job_of
+from strategy_ranks import step_of
 from test_launch_logs import STRATEGIES as STRATEGIES_OF_GANGS
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
@@ -190,7 +190,7 @@ def test_more_layers_need_no_more_buffers(
 
 def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> DeviceBudget:
     engine = engine_of(model)
-    step = job_of([0, sum(lengths)], lengths)
+    step = step_of([0, sum(lengths)], lengths)
     group = SpGroup(engine.mesh, engine.layout, step, 0, StepClock())
     strategy = Ulysses(
         group,
@@ -259,7 +259,7 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
     for member in range(4):
         engine = engine_of(model)
         cast(NobodysMesh, engine.mesh).rank = member
-        step = job_of([0, 9, 14, 30, 48], [5, 40, 3])
+        step = step_of([0, 9, 14, 30, 48], [5, 40, 3])
         if striped:
             step = striped_step(step)
         layout = GangLayout(world_size=4, tp=1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device_streams import Race, Races
-from gang_driver import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_slices, prefill_step, prompt_of
 from gang_threads import ThreadCell, elastic_cell
 from lagging_device import NS, LaggingDevice
 from test_moving_sequences import decode, on, placed, talking
@@ -80,10 +80,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 async def prefill(cell: ThreadCell, length: int = 40) -> Request:
     """Compute a prompt in a step."""
     request = Request(
-        sequence_id=1, prompt=prompt_of(length), slices=even_shares(length, [0]), master=0
+        sequence_id=1, prompt=prompt_of(length), slices=even_slices(length, [0]), master=0
     )
     await cell.reserve(request)
-    await cell.prefilled(cell.submit(job_of([request.chunk()], [0]), request.prompt))
+    await cell.prefilled(cell.submit(prefill_step([request.chunk()], [0]), request.prompt))
     return request
 
 

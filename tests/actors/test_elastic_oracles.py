@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gang_driver import ANSWER_S, Request, even_shares, job_of, laid_out, prompt_of, shares_at
+from gang_driver import ANSWER_S, Request, even_slices, laid_out, prefill_step, prompt_of, slices_at
 from gang_threads import ThreadCell, elastic_cell
 from greedy_reference import greedy_tokens
 from rank_kv import held_positions
@@ -32,7 +32,7 @@ async def filled(cell: ThreadCell, free: tuple[int, ...], slots: int) -> None:
     for instance, left in enumerate(free):
         taken = slots - left
         if taken:
-            slices = even_shares(taken, [instance])
+            slices = even_slices(taken, [instance])
             one = Sampling(temperature=0, max_tokens=1)
             request = Request(
                 sequence_id=100 + instance, prompt=prompt_of(taken), slices=slices, sampling=one
@@ -53,14 +53,14 @@ async def test_600k_on_100_200_and_400_thousand_slots(tiny_llama: Path, tp: int)
         cell.cancel(1)
         await cell.freed(1)
         two = Sampling(temperature=0, max_tokens=2)
-        slices = shares_at([0, 100, 200, 600], (1, 0, 2))
+        slices = slices_at([0, 100, 200, 600], (1, 0, 2))
         proactive = Request(sequence_id=2, prompt=prompt, slices=slices, master=2, sampling=two)
         await cell.reserve(proactive)
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         assert [pool.slots.free for pool in pools] == [
             free for free in (0, 100, 0) for _ in range(tp)
         ]
-        step = job_of([proactive.chunk(rows=rows)], EVERYONE, strategy="ring_kv")
+        step = prefill_step([proactive.chunk(rows=rows)], EVERYONE, strategy="ring_kv")
         cell.submit(step, prompt)
         await cell.until_received(3 * tp, RankKvReceived, sequence_id=2)
         kept = [held_positions(pool.slots, 2, 600) for pool in pools[::tp]]
@@ -80,7 +80,7 @@ async def test_the_six_slots_of_figure_4(tiny_llama: Path) -> None:
         request = Request(
             sequence_id=1,
             prompt=prompt_of(2),
-            slices=even_shares(2, [1]),
+            slices=even_slices(2, [1]),
             master=1,
             sampling=Sampling(temperature=0, max_tokens=2),
             answer=(KvSlice(0, 2, 3),),
@@ -88,7 +88,9 @@ async def test_the_six_slots_of_figure_4(tiny_llama: Path) -> None:
         await cell.reserve(request)
         assert all(rank.engine.pool.slots.free == 0 for rank in cell.prefill_gang.ranks)
         rows = laid_out("striped", 0, 2, (0, 1))
-        cell.submit(job_of([request.chunk(rows=rows)], (0, 1), strategy="ring_kv"), request.prompt)
+        cell.submit(
+            prefill_step([request.chunk(rows=rows)], (0, 1), strategy="ring_kv"), request.prompt
+        )
         expected = greedy_tokens(tiny_llama, request.prompt.tolist(), 2)
         assert await cell.answer(request) == [expected]
         cell.cancel(100)
@@ -135,7 +137,7 @@ def row(sequence_ids: Iterator[int], length: int, tokens: int, *instances: int) 
     return Request(
         sequence_id=next(sequence_ids),
         prompt=prompt_of(length, length),
-        slices=even_shares(length, instances),
+        slices=even_slices(length, instances),
         master=instances[-1],
         sampling=Sampling(temperature=0, max_tokens=tokens),
     )
@@ -151,18 +153,18 @@ async def story(
 ) -> None:
     first, second = row(sequence_ids, 20, 60, 0), row(sequence_ids, 21, 60, 2)
     joining, long = row(sequence_ids, 15, 10, 0, 2), row(sequence_ids, 48, 8, 1)
-    answer = shares_at([0, 3, 7], (1, 2))
+    answer = slices_at([0, 3, 7], (1, 2))
     shifted = (kv_slice.cut(kv_slice.span.shifted(48)) for kv_slice in answer)
     long = replace(long, answer=tuple(shifted))
     for request in (first, second):
         await decode(cell, request)
     await cell.reserve(joining)
-    cell.submit(job_of([joining.chunk()], [0, 2]), joining.prompt)
+    cell.submit(prefill_step([joining.chunk()], [0, 2]), joining.prompt)
     await cell.until_received(2 * cell.decode.tp, RankKvReceived, sequence_id=joining.sequence_id)
     await cell.reserve(long)
     resident.arm(layer)
     chunk = long.chunk(rows=laid_out("striped", 0, 48, EVERYONE))
-    step = cell.submit(job_of([chunk], EVERYONE, strategy="ring_kv"), long.prompt)
+    step = cell.submit(prefill_step([chunk], EVERYONE, strategy="ring_kv"), long.prompt)
     await resident.reached()
     cancelled = {"cancel it": long, "cancel another": first}.get(event)
     if cancelled is not None:

@@ -18,11 +18,11 @@ from gang_driver import (
     GREEDY,
     LAYOUTS,
     Request,
-    even_shares,
-    job_of,
+    even_slices,
     laid_out,
+    prefill_step,
     prompt_of,
-    shares_at,
+    slices_at,
 )
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps, thread_cell
 from greedy_reference import greedy_tokens
@@ -56,12 +56,12 @@ def greedy(tokens: int) -> Sampling:
 async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 3) as cell:
         request = Request(
-            sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [2, 0]), master=1
+            sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [2, 0]), master=1
         )
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         await cell.reserve(request)
         taken = [pool.slots.used for pool in pools]
-        cell.submit(job_of([request.chunk()], [2, 0]), request.prompt)
+        cell.submit(prefill_step([request.chunk()], [2, 0]), request.prompt)
         await cell.until_received(2, RankKvReceived, sequence_id=1)
         assert [pool.slots.used for pool in pools] == taken == [20, GREEDY.max_tokens - 1, 20]
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
@@ -73,10 +73,10 @@ async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
 async def _striped_and_stored_by_one(cell: ThreadCell) -> Request:
     """Run a prompt that three instances compute in a ring and the second stores, up to its first
     token."""
-    request = Request(sequence_id=1, prompt=prompt_of(48), slices=even_shares(48, [1]), master=1)
+    request = Request(sequence_id=1, prompt=prompt_of(48), slices=even_slices(48, [1]), master=1)
     await cell.reserve(request)
     chunk = request.chunk(rows=laid_out("striped", 0, 48, [0, 1, 2]))
-    step = job_of([chunk], [0, 1, 2], strategy="ring_kv")
+    step = prefill_step([chunk], [0, 1, 2], strategy="ring_kv")
     await cell.prefilled(cell.submit(step, request.prompt))
     return request
 
@@ -131,17 +131,17 @@ async def test_a_decode_batch_continues_beside_a_long_step(tiny_llama: Path) -> 
         talking = Request(
             sequence_id=1,
             prompt=prompt_of(20),
-            slices=even_shares(20, [0, 1]),
+            slices=even_slices(20, [0, 1]),
             sampling=greedy(1500),
         )
-        long = Request(sequence_id=2, prompt=prompt_of(800, 2), slices=even_shares(800, [0, 1]))
+        long = Request(sequence_id=2, prompt=prompt_of(800, 2), slices=even_slices(800, [0, 1]))
         for request in (talking, long):
             await cell.reserve(request)
-        cell.submit(job_of([talking.chunk()], [0, 1]), talking.prompt)
+        cell.submit(prefill_step([talking.chunk()], [0, 1]), talking.prompt)
         await cell.join(talking)
         await cell.until(lambda: len(cell.tokens(1)) > 3)
         before = len(cell.tokens(1))
-        cell.submit(job_of([long.chunk()], [0, 1]), long.prompt)
+        cell.submit(prefill_step([long.chunk()], [0, 1]), long.prompt)
         await cell.until(lambda: cell.tokens(2))
         assert len(cell.tokens(1)) > before + 2
         assert await cell.answer(long) == [greedy_tokens(tiny_llama, long.prompt.tolist(), 6)]
@@ -159,7 +159,7 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
         quick, slow = (rank.loop.decode_batch for rank in cell.decode_gang.ranks)
         resident = PausedDecodeBatch(monkeypatch, slow)
         request = Request(
-            sequence_id=1, prompt=prompt_of(20), slices=even_shares(20, [0]), sampling=greedy(200)
+            sequence_id=1, prompt=prompt_of(20), slices=even_slices(20, [0]), sampling=greedy(200)
         )
         await reserve_piggybacked(cell, request)
         piggyback(cell, request, 20)
@@ -182,7 +182,7 @@ async def test_sequences_of_different_instances_do_not_wait_for_each_other(
             Request(
                 sequence_id=sequence_id,
                 prompt=prompt_of(20, sequence_id),
-                slices=even_shares(20, instances),
+                slices=even_slices(20, instances),
                 master=instances[0],
                 sampling=greedy(40),
             )
@@ -192,7 +192,7 @@ async def test_sequences_of_different_instances_do_not_wait_for_each_other(
         for request in on:
             await cell.reserve(request)
             group = sorted({s.instance for s in request.slices})
-            steps.append(cell.submit(job_of([request.chunk()], group), request.prompt))
+            steps.append(cell.submit(prefill_step([request.chunk()], group), request.prompt))
         await cell.prefilled(*steps)  # one of them needs the instance that is to stand still
         await cell.join(on[1])
         assert await cell.answer(on[0]) == [greedy_tokens(tiny_llama, on[0].prompt.tolist(), 40)]
@@ -230,7 +230,7 @@ async def test_kv_holders_of_an_answer_take_turns(tiny_llama: Path) -> None:
         ]
         for request in requests:
             await cell.reserve(request)
-            cell.submit(job_of([request.chunk()], [0, 1]), request.prompt)
+            cell.submit(prefill_step([request.chunk()], [0, 1]), request.prompt)
         assert [pool.slots.used for pool in pools] == [6 + 11 + 17, 5 + 11 + 16 + 3 * 5, 3 * 6]
         for sequence, answer in zip(requests, await cell.answer(*requests), strict=True):
             assert answer == greedy_tokens(tiny_llama, sequence.prompt.tolist(), 12)
@@ -242,7 +242,7 @@ async def test_an_answer_without_a_kv_holder_is_refused(tiny_llama: Path) -> Non
     async with elastic_cell(tiny_llama, 1) as cell:
         gap = (KvSlice.of(0, Span(5, 9, 2)),)
         request = Request(
-            sequence_id=1, prompt=prompt_of(5), slices=even_shares(5, [0]), answer=gap
+            sequence_id=1, prompt=prompt_of(5), slices=even_slices(5, [0]), answer=gap
         )
         with pytest.raises(ProtocolError, match="no instance stores some positions"):
             await cell.reserve(request)
@@ -294,7 +294,7 @@ class Story:
         if self.rng.random() < 0.5:
             return laid_out(self.rng.choice(LAYOUTS), 0, length, holders)
         cuts = sorted(self.rng.randint(0, length) for _ in holders[1:])
-        return shares_at([0, *cuts, length], holders)
+        return slices_at([0, *cuts, length], holders)
 
     def _alternating_slices(self, instances: int) -> tuple[KvSlice, ...]:
         """Return the holders of the answer, in turn."""
@@ -328,7 +328,7 @@ class Story:
             rows = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
             strategies = ANY_ROWS
         chunk = self.request.chunk(start, stop, history=tuple(history), rows=rows)
-        step = job_of(
+        step = prefill_step(
             [chunk],
             group,
             [0, *cuts, stop - start],
@@ -371,7 +371,7 @@ async def check(
         for story in stories:
             await story.begin(cell)
         await asyncio.gather(*(story.end(cell, model) for story in stories))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         ranks = cell.prefill_gang.ranks
         await eventually(lambda: not any(map(open_steps, ranks)))
         cell.check_idle()
@@ -415,7 +415,7 @@ async def test_a_sequence_that_has_ended_on_one_instance_is_not_computed_again(
             Request(
                 sequence_id=1 + number,
                 prompt=prompts[number],
-                slices=even_shares(20, [0]),
+                slices=even_slices(20, [0]),
                 sampling=samplings[number],
             )
             for number in range(2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gang_driver import Request, even_shares, job_of, prompt_of, shares_at
+from gang_driver import Request, even_slices, prefill_step, prompt_of, slices_at
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy, greedy_tokens
 from tiny_checkpoints import FAMILIES, VOCAB, make_checkpoint
@@ -83,7 +83,7 @@ async def check_layout(model: Path, layout: Layout) -> None:
         Request(
             sequence_id=sequence_id,
             prompt=prompt,
-            slices=even_shares(len(prompt), range(layout.decode)),
+            slices=even_slices(len(prompt), range(layout.decode)),
             master=sequence_id % layout.decode,
             sampling=EVERYTHING,
         )
@@ -104,7 +104,7 @@ async def check_layout(model: Path, layout: Layout) -> None:
                 distribution(cell, request.sequence_id), logprobs, atol=1e-4, rtol=0.0
             )
         await cell.freed(*range(len(requests)))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
 
 
@@ -136,11 +136,11 @@ async def test_any_group_in_any_order_with_any_bounds(
 ) -> None:
     prompt = prompt_of(40)
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
-        request = Request(sequence_id=1, prompt=prompt, slices=even_shares(40, [0]))
+        request = Request(sequence_id=1, prompt=prompt, slices=even_slices(40, [0]))
         answers = await cell.generate(request, group=group, bounds=bounds)
         assert answers == [greedy_tokens(tiny_llama, prompt.tolist(), 6)]
         await cell.freed(1)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
 
 
@@ -148,9 +148,9 @@ async def test_kv_slices_may_be_uneven_and_in_any_order(tiny_llama: Path) -> Non
     """Spans of one instance need not be neighbours, and the master may hold none of the prompt."""
     prompts = [prompt_of(50, seed) for seed in range(3)]
     placements = [
-        (shares_at([0, 1, 20, 21, 50], [2, 0, 2, 1]), 0),
-        (shares_at([0, 50], [2]), 1),
-        (tuple(reversed(shares_at([0, 10, 45, 50], [0, 1, 0]))), 2),
+        (slices_at([0, 1, 20, 21, 50], [2, 0, 2, 1]), 0),
+        (slices_at([0, 50], [2]), 1),
+        (tuple(reversed(slices_at([0, 10, 45, 50], [0, 1, 0]))), 2),
     ]
     async with thread_cell(tiny_llama, prefill=2, decode=3) as cell:
         requests = [
@@ -162,7 +162,7 @@ async def test_kv_slices_may_be_uneven_and_in_any_order(tiny_llama: Path) -> Non
         answers = await cell.generate(*requests, group=(0, 1))
         assert answers == [greedy_tokens(tiny_llama, prompt.tolist(), 6) for prompt in prompts]
         await cell.freed(0, 1, 2)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
 
 
@@ -175,12 +175,12 @@ async def test_requests_join_and_leave_while_others_decode(tiny_llama: Path) -> 
             request = Request(
                 sequence_id=sequence_id,
                 prompt=prompt,
-                slices=even_shares(len(prompt), [0, 1]),
+                slices=even_slices(len(prompt), [0, 1]),
                 master=sequence_id % 2,
                 sampling=Sampling(temperature=0, max_tokens=length),
             )
             await cell.reserve(request)
-            cell.submit(job_of([request.chunk()], [0]), prompt)
+            cell.submit(prefill_step([request.chunk()], [0]), prompt)
             await cell.join(request)
             await cell.until(partial(has_begun, cell, sequence_id))
         await cell.until(lambda: all(cell.finished(sequence_id) for sequence_id in range(4)))
@@ -195,10 +195,10 @@ async def test_kv_that_nobody_decodes_is_not_sent(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         one = Sampling(temperature=0, max_tokens=1)
         request = Request(
-            sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0]), sampling=one
+            sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [0]), sampling=one
         )
         await cell.reserve(request)
-        step_id = cell.submit(job_of([request.chunk()], [0, 1]), request.prompt)
+        step_id = cell.submit(prefill_step([request.chunk()], [0, 1]), request.prompt)
         await cell.prefilled(step_id)
         assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 1)
         assert cell.finished(1)

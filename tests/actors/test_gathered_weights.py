@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from small_blocks import blocks_of
-from strategy_ranks import LAYERS, Gangs, check_scattered_history, job_of
+from strategy_ranks import LAYERS, Gangs, check_scattered_history, step_of
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import SpGroup
@@ -42,21 +42,21 @@ def test_gathered_layers_are_the_whole_ones(gangs: Gangs, model: str, tp: int) -
 @pytest.mark.parametrize(("instances", "tp"), [(1, 2), (2, 2), (1, 4), (2, 1)])
 def test_equals_one_member(gangs: Gangs, model: str, instances: int, tp: int) -> None:
     gang = gangs(model, instances, tp)
-    step = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
+    step = step_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
     gang.check(step, gang.run(step, GatheredWeights), gang.forwards(step))
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rows", [1, 7])
 def test_equals_one_member_in_blocks_of_queries(gangs: Gangs, model: str, rows: int) -> None:
-    gang, step = gangs(model, 2, 2), job_of([0, 21, 48], [5, 40, 3])
+    gang, step = gangs(model, 2, 2), step_of([0, 21, 48], [5, 40, 3])
     with blocks_of(rows):
         gang.check(step, gang.run(step, GatheredWeights), gang.forwards(step))
 
 
 def test_instance_without_rows_and_more_ranks_than_heads(gangs: Gangs) -> None:
     gang = gangs("gqa", 3, 2)
-    step = job_of([0, 30, 30, 33], [33])
+    step = step_of([0, 30, 30, 33], [33])
     gang.check(step, gang.run(step, GatheredWeights), gang.forwards(step))
 
 
@@ -73,7 +73,7 @@ def test_weights_travel_while_the_layer_before_computes(
         group.clock.timeline = PhaseTimeline(on=True)
         return GatheredWeights(group, engine)
 
-    step = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
+    step = step_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
     for result in gloo_gangs("gqa", instances, tp).run(step, with_timeline):
         events = result.clock.timeline.events
         gathers = {e.layer: e.start_ns for e in events if e.name == "all-gather"}

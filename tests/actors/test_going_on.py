@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_driver import Request, even_shares, prompt_of
+from gang_driver import Request, even_slices, prompt_of
 from gang_threads import thread_cell
 
 from csps.models.tokenizers.grammar import regex_grammar
@@ -29,7 +29,7 @@ async def test_a_resumed_answer_equals_an_undisturbed_one(
     tiny_llama: Path, sampling: Sampling
 ) -> None:
     prompt = prompt_of(41)
-    whole = Request(sequence_id=1, prompt=prompt, sampling=sampling, slices=even_shares(41, (0, 1)))
+    whole = Request(sequence_id=1, prompt=prompt, sampling=sampling, slices=even_slices(41, (0, 1)))
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         [tokens] = await cell.generate(whole, group=(0, 1))
         assert len(tokens) == TOKENS
@@ -41,12 +41,12 @@ async def test_a_resumed_answer_equals_an_undisturbed_one(
                 generated_tokens=tuple(tokens[:before]),
                 sampling=sampling,
                 master=1,
-                slices=even_shares(len(again), (0, 1)),
+                slices=even_slices(len(again), (0, 1)),
             )
             assert await cell.generate(rest, group=(0, 1)) == [tokens[before:]]
             assert [draw.index for draw in cell.samples(sequence_id)] == list(range(before, TOKENS))
             assert cell.samples(sequence_id)[-1].finish_reason == "length"
             await cell.freed(sequence_id)
         await cell.freed(1)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()

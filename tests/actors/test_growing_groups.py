@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gang_driver import Request, even_shares, laid_out, prompt_of
+from gang_driver import Request, even_slices, laid_out, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 from opentelemetry.sdk.trace import ReadableSpan
@@ -165,7 +165,7 @@ async def test_a_layers_history_travels_during_the_one_before(
 ) -> None:
     """In the trace, the moved history of a layer has arrived when its attention begins, and the
     history of the next layer is on its way. KV is sent to the decode gang by layer as well."""
-    prefill = Prefill(Request(sequence_id=1, prompt=prompt_of(60), slices=even_shares(60, [0])))
+    prefill = Prefill(Request(sequence_id=1, prompt=prompt_of(60), slices=even_slices(60, [0])))
     async with thread_cell(tiny_llama, prefill=2, decode=1, data_group=None) as cell:
         await cell.reserve(prefill.request)
         for chunk in grown(60, ([1], [1, 0])):
@@ -193,7 +193,7 @@ async def test_moved_kv_keeps_its_old_slots_until_it_is_sent(
     tiny_llama: Path, sending_goes_on: threading.Event
 ) -> None:
     """Another sequence takes all free slots, and writes into them, before any KV is sent."""
-    prefill = Prefill(Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0])))
+    prefill = Prefill(Request(sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [0])))
     async with thread_cell(tiny_llama, prefill=2, decode=1, kv_slots=64) as cell:
         await cell.reserve(prefill.request)
         for chunk in grown(40, ([0], [0, 1])):

@@ -11,7 +11,7 @@ from csa_cases import locations, scattered
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_ranks import LAYERS, Gangs, StrategyRanks, job_of
+from strategy_ranks import LAYERS, Gangs, StrategyRanks, step_of
 from uniform_plan import uniform_plan
 
 from csps.actors.attention.choice import strategy_of
@@ -47,7 +47,7 @@ def steps(draw: st.DrawFn, strategy: str, members: int) -> PrefillStep:
     bounds = [0, *inner, sum(lengths)]
     longest = max(stop - start for start, stop in pairwise(bounds))
     planned = strategy == "levels" or (strategy.startswith("sp_tp") and draw(st.booleans()))
-    return job_of(
+    return step_of(
         bounds,
         lengths,
         starts=starts,
@@ -101,5 +101,5 @@ def test_members_without_heads_answer_for_history(gangs: Gangs, strategy: str) -
         KvSlice(4, 7, 9),
     ]
     bounds = [0, 9, 14, 30, 30, 40, 48]
-    step = job_of(bounds, [48], starts=[9], history=[slices], strategy=strategy)
+    step = step_of(bounds, [48], starts=[9], history=[slices], strategy=strategy)
     check(gangs("gqa", 6, 1), step)

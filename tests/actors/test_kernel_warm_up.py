@@ -28,18 +28,21 @@ HEADS = {"hidden_size": 160, "num_attention_heads": 10, "num_key_value_heads": 2
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "strategies",
+    ("strategies", "window"),
     [
-        pytest.param(["ulysses", "ring_q"], id="two"),
-        pytest.param(list(STRATEGIES), id="all", marks=pytest.mark.slow),
+        pytest.param(["ulysses", "ring_q"], None, id="two"),
+        pytest.param(list(STRATEGIES), None, id="all", marks=pytest.mark.slow),
+        pytest.param(["by name"], 20, id="window", marks=pytest.mark.slow),
     ],
 )
 def test_no_step_and_no_iteration_needs_a_variant_that_is_not_warm(
-    strategies: list[str], tmp_path: Path
+    strategies: list[str], window: int | None, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
     (tmp_path / "model").mkdir()
-    model = make_checkpoint(tmp_path / "model", num_hidden_layers=2, **HEADS)
+    family = "mistral" if window else "llama"
+    config = {"sliding_window": window} if window else {}
+    model = make_checkpoint(tmp_path / "model", family, num_hidden_layers=2, **HEADS, **config)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(RECORD.parent)])
     done = subprocess.run(
@@ -56,8 +59,8 @@ def test_no_step_and_no_iteration_needs_a_variant_that_is_not_warm(
     for kernel, variants in needed.items():
         assert set(variants) <= set(warm[kernel]), kernel
     groups = len(query_groups(10, 2, 4))
-    assert len(warm["_attention_kernel"]) == 4 * groups, (
-        "short and long, with positions and without"
+    assert len(warm["_attention_kernel"]) == (6 if window else 4) * groups, (
+        "short and long, with positions and without, and with a window"
     )
     assert len(warm["_column_sums_kernel"]) == 2 * groups
 

@@ -11,10 +11,10 @@ from gang_driver import (
     Cell,
     GangPlan,
     Request,
-    even_shares,
+    even_slices,
     in_threads,
-    job_of,
     members_of,
+    prefill_step,
     prompt_of,
 )
 from gang_processes import RankProcess, process_cell
@@ -33,14 +33,14 @@ def request(sequence_id: int, sampling: Sampling = GREEDY, length: int = 40) -> 
     return Request(
         sequence_id=sequence_id,
         prompt=prompt_of(length, sequence_id),
-        slices=even_shares(length, [0, 1]),
+        slices=even_slices(length, [0, 1]),
         master=sequence_id % 2,
         sampling=sampling,
     )
 
 
 def step_of(request: Request) -> PrefillStep:
-    return job_of([request.chunk()], [0, 1])
+    return prefill_step([request.chunk()], [0, 1])
 
 
 async def check_serves(cell: Cell, model: Path, sequence_id: int) -> None:
@@ -48,7 +48,7 @@ async def check_serves(cell: Cell, model: Path, sequence_id: int) -> None:
     answers = await cell.generate(sequence, group=[0, 1])
     assert answers == [greedy_tokens(model, sequence.prompt.tolist(), GREEDY.max_tokens)]
     await cell.freed(sequence_id)
-    await cell.prefilled(max(cell.jobs))
+    await cell.prefilled(max(cell.steps))
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -9,12 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from gang_driver import Request, even_shares, prompt_of
-from gang_driver import job_of as step_of
+from gang_driver import Request, even_slices, prefill_step, prompt_of
 from gang_threads import thread_cell
 from launch_log import Deadlock, Launch, LaunchLog, replay
 from small_blocks import blocks_of
-from strategy_ranks import MakeStrategy, job_of, strategy_ranks
+from strategy_ranks import MakeStrategy, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
@@ -180,12 +179,12 @@ def test_a_strategys_exchanges_end_whatever_they_take(
     model: Path, instances: int, tp: int, strategy: str
 ) -> None:
     bounds = [0, 9, 14, 30, 48] if instances == 4 else [0, 14, 48]
-    job = job_of(bounds, [5, 40, 3], starts=[0, 19, 0], history=[[], SHARES, []])
+    step = step_of(bounds, [5, 40, 3], starts=[0, 19, 0], history=[[], SHARES, []])
     log = LaunchLog()
     with strategy_ranks(model, instances=instances, tp=tp, log=log) as gang:
-        forwards = gang.forwards(job)
-        gang.hold_history(job, forwards)
-        gang.run(job, STRATEGIES[strategy](instances))
+        forwards = gang.forwards(step)
+        gang.hold_history(step, forwards)
+        gang.run(step, STRATEGIES[strategy](instances))
     assert len(log.launches) == instances * tp
     for seed in range(TIMINGS):
         replay(log.launches, Random(seed))
@@ -211,7 +210,7 @@ async def test_steps_that_interrupt_each_other_and_iterations_end_whatever_they_
             Request(
                 sequence_id=sequence_id,
                 prompt=prompt_of(length, sequence_id),
-                slices=even_shares(length, [0, 1]),
+                slices=even_slices(length, [0, 1]),
             )
             for sequence_id, length in enumerate((90, 20, 30, 50, 70))
         ]
@@ -219,10 +218,10 @@ async def test_steps_that_interrupt_each_other_and_iterations_end_whatever_they_
             await cell.reserve(request)
         with blocks_of(8):
             for request, (group, high_priority) in zip(requests, groups, strict=True):
-                step = step_of([request.chunk()], group, high_priority=high_priority)
+                step = prefill_step([request.chunk()], group, high_priority=high_priority)
                 cell.submit(step, request.prompt)
             await cell.answer(*requests)
-            await cell.prefilled(*cell.jobs)
+            await cell.prefilled(*cell.steps)
             await cell.freed(*range(len(requests)))
         cell.check_idle()
     for log in (prefilled, decoded):

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from gang_driver import LAYOUTS, job_of, laid_out
+from gang_driver import LAYOUTS, laid_out, prefill_step
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def test_rows_in_any_layout_are_one_members_each(
         computing = group[: data.draw(st.integers(1, 4))]
         rows = laid_out(data.draw(st.sampled_from(LAYOUTS)), start, start + length, computing)
         chunks.append(PrefillChunk(sequence_id=sequence_id, start=start, length=length, rows=rows))
-    step, layout = job_of(chunks, group), GangLayout(world_size=4, tp=1)
+    step, layout = prefill_step(chunks, group), GangLayout(world_size=4, tp=1)
     groups = [SpGroup(cast(Any, None), layout, step, member, StepClock()) for member in range(4)]
     tokens = [(chunk.sequence_id, chunk.start + i) for chunk in chunks for i in range(chunk.length)]
     in_batch_T = torch.arange(len(tokens))

@@ -19,11 +19,11 @@ from gang_driver import (
     LAYOUTS,
     Cell,
     Request,
-    even_shares,
-    job_of,
+    even_slices,
     laid_out,
+    prefill_step,
     prompt_of,
-    shares_at,
+    slices_at,
 )
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps
 from greedy_reference import greedy_tokens
@@ -54,7 +54,7 @@ def on(request: Request, *instances: int, master: int | None = None) -> Sequence
     """Return a placement with the prompt in equal parts and the answer in turns."""
     length = len(request.prompt)
     return SequencePlacement(
-        slices=even_shares(length, instances),
+        slices=even_slices(length, instances),
         master=instances[0] if master is None else master,
         answer=turns(length, request.sampling.max_tokens, instances),
     )
@@ -69,7 +69,7 @@ def talking(sequence_id: int, length: int, tokens: int, *instances: int) -> Requ
     return Request(
         sequence_id=sequence_id,
         prompt=prompt_of(length, sequence_id),
-        slices=even_shares(length, instances),
+        slices=even_slices(length, instances),
         master=instances[0],
         sampling=Sampling(temperature=0, max_tokens=tokens),
     )
@@ -79,7 +79,7 @@ async def decode(cell: Cell, request: Request) -> None:
     """Decode a sequence up to its second token at least."""
     await cell.reserve(request)
     group = sorted({kv_slice.instance for kv_slice in request.slices})
-    cell.submit(job_of([request.chunk()], group), request.prompt)
+    cell.submit(prefill_step([request.chunk()], group), request.prompt)
     await cell.join(request)
     await cell.until(lambda: len(cell.tokens(request.sequence_id)) > 1)
 
@@ -140,7 +140,7 @@ async def test_a_sequence_gets_another_master_and_no_kv_moves(
             Request(
                 sequence_id=sequence_id,
                 prompt=prompt_of(20),
-                slices=even_shares(20, [0, 1]),
+                slices=even_slices(20, [0, 1]),
                 sampling=replace(sampling, max_tokens=tokens),
                 answer=turns(20, tokens, [0, 1]),
             )
@@ -277,11 +277,11 @@ async def test_history_returns_after_the_step_that_moved_it_away(
         first = replace(talking(1, 40, 4, 0), retain=True)
         await decode(cell, first)
         await cell.until(lambda: cell.finished(1))
-        await cell.keep(cell.decode, RetainKv(sequence_id=1, start=0, stop=40))
+        await cell.retain_or_evict(cell.decode, RetainKv(sequence_id=1, start=0, stop=40))
         request = replace(talking(2, 50, LASTING, 1), prompt=np.append(first.prompt, prompt_of(10)))
         await cell.reserve(request)
         history = (KvSlice(0, 0, 40, source=1),)
-        step = job_of([request.chunk(40, history=history)], [0, 1], [0, 0, 10])
+        step = prefill_step([request.chunk(40, history=history)], [0, 1], [0, 0, 10])
         cell.submit(step, request.prompt[40:])
         await cell.join(request)
         cell.move(request, placed(request), on(request, 0))
@@ -291,7 +291,7 @@ async def test_history_returns_after_the_step_that_moved_it_away(
         over.set()
         await cell.until_received(2, SequenceMoved, sequence_id=2)
         await check_first(cell, tiny_llama, request, len(cell.tokens(2)) + 5)
-        assert await cell.keep(cell.decode, EvictKv(sequence_id=1)) == 0
+        assert await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=1)) == 0
         cell.check_idle()
 
 
@@ -306,7 +306,7 @@ async def test_a_prompt_that_is_cancelled_while_it_scales_down_leaves_nothing(
         cancelled = talking(2, 60, 10, 1)
         await cell.reserve(cancelled)
         chunk = cancelled.chunk(rows=laid_out("striped", 0, 60, [0, 1, 2]))
-        step = cell.submit(job_of([chunk], [0, 1, 2], strategy="ring_kv"), cancelled.prompt)
+        step = cell.submit(prefill_step([chunk], [0, 1, 2], strategy="ring_kv"), cancelled.prompt)
         await steps.begun()
         cell.cancel(2)
         steps.go_on.set()
@@ -371,7 +371,7 @@ class Story:
             slices = laid_out(self.rng.choice(LAYOUTS), 0, length, holders)
         else:
             cuts = sorted(self.rng.randint(0, length) for _ in holders[1:])
-            slices = shares_at([0, *cuts, length], holders)
+            slices = slices_at([0, *cuts, length], holders)
         answer = turns(length, self.plan.tokens, self._some()) if self.rng.random() < 0.7 else ()
         return SequencePlacement(
             slices=slices, master=self.rng.randrange(self._instances), answer=answer
@@ -381,7 +381,7 @@ class Story:
         sequence_id, plan = self.request.sequence_id, self.plan
         await cell.reserve(self.request)
         group = sorted({kv_slice.instance for kv_slice in self.request.slices})
-        cell.submit(job_of([self.request.chunk()], group), self.request.prompt)
+        cell.submit(prefill_step([self.request.chunk()], group), self.request.prompt)
         await cell.join(self.request)
         for number in range(plan.moves):
             sampled = min(number + 1, plan.tokens)

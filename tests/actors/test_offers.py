@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gang_driver import LAYOUTS, Request, job_of, laid_out, prompt_of
+from gang_driver import LAYOUTS, Request, laid_out, prefill_step, prompt_of
 from gang_threads import ThreadCell, elastic_cell, eventually
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
@@ -64,7 +64,7 @@ async def bytes_of_a_step(
     stored = [int((owners(length, request.slices) == i).sum()) for i in range(INSTANCES)]
     assert taken == np.repeat(stored, tp).tolist()
     group = list(range(INSTANCES))
-    cell.submit(job_of([request.chunk(rows=rows)], group, strategy=strategy), request.prompt)
+    cell.submit(prefill_step([request.chunk(rows=rows)], group, strategy=strategy), request.prompt)
     await cell.until_received(
         tp * len({kv_slice.instance for kv_slice in request.slices}),
         RankKvReceived,

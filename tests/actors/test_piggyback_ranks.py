@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_driver import Request, job_of, prompt_of, shares_at
+from gang_driver import Request, prefill_step, prompt_of, slices_at
 from gang_threads import elastic_cell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
@@ -43,7 +43,7 @@ class Rider:
         return Request(
             sequence_id=sequence_id,
             prompt=prompt,
-            slices=shares_at([0, *bounds, self.length], range(instances)),
+            slices=slices_at([0, *bounds, self.length], range(instances)),
             master=self.master % instances,
             sampling=greedy(self.tokens + self.generated_tokens),
             generated_tokens=tuple(prompt[self.length - self.generated_tokens :].tolist())
@@ -66,7 +66,7 @@ async def check_answers(
                 piggyback(cell, request, budget)
             else:
                 await cell.reserve(request)
-                cell.submit(job_of([request.chunk()], [0]), request.prompt)
+                cell.submit(prefill_step([request.chunk()], [0]), request.prompt)
                 await cell.join(request)
         for piggybacked_request, request in zip(piggybacked_requests, requests, strict=True):
             await cell.until(lambda sequence_id=request.sequence_id: cell.finished(sequence_id))
@@ -75,7 +75,7 @@ async def check_answers(
             expected = greedy_tokens(model, request.prompt.tolist(), piggybacked_request.tokens)
             assert cell.tokens(request.sequence_id) == expected
         await cell.freed(*(sequence.sequence_id for sequence in requests))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
 
 

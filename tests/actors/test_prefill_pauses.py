@@ -11,7 +11,14 @@ from itertools import pairwise
 import pytest
 import torch
 from small_blocks import blocks_of
-from strategy_ranks import LAYERS, Gangs, RankResult, StrategyRanks, check_scattered_history, job_of
+from strategy_ranks import (
+    LAYERS,
+    Gangs,
+    RankResult,
+    StrategyRanks,
+    check_scattered_history,
+    step_of,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from uniform_plan import uniform_plan
 
@@ -32,7 +39,7 @@ STRATEGIES = [("ulysses", 2, 1), ("gathered_weights", 2, 2), ("sp_tp", 2, 1), ("
 
 
 class Watched:
-    """Makes the strategy of a job, and notes when each rank has passed a point."""
+    """Makes the strategy of a step, and notes when each rank has passed a point."""
 
     def __init__(self) -> None:
         self.given: dict[int, list[int]] = defaultdict(list)
@@ -45,11 +52,11 @@ class Watched:
         self.given[rank].append(time.time_ns())
 
 
-def ran(gang: StrategyRanks, job: PrefillStep) -> list[RankResult]:
-    """The job on all ranks, which have given way where they must, and have the right rows."""
+def ran(gang: StrategyRanks, step: PrefillStep) -> list[RankResult]:
+    """The step on all ranks, which have given way where they must, and have the right rows."""
     watched = Watched()
-    results = gang.run(job, watched, watched.part)
-    gang.check(job, results, gang.forwards(job))
+    results = gang.run(step, watched, watched.part)
+    gang.check(step, results, gang.forwards(step))
     for rank, result in enumerate(results):
         check_given(result.clock.timeline.events, watched.given[rank])
     return results
@@ -72,9 +79,9 @@ def attention_phases(result: RankResult) -> Counter[int | None]:
 
 @pytest.mark.parametrize(("strategy", "instances", "tp"), STRATEGIES)
 def test_after_every_block(gangs: Gangs, strategy: str, instances: int, tp: int) -> None:
-    job = job_of([0, 21, 48], PIECES, strategy=strategy)
+    step = step_of([0, 21, 48], PIECES, strategy=strategy)
     with blocks_of(ROWS):
-        results = ran(gangs("gqa", instances, tp), job)
+        results = ran(gangs("gqa", instances, tp), step)
     blocks = sum(-(-length // ROWS) for length in PIECES)
     expected = blocks if strategy == "ulysses" else WHOLE_ROWS
     assert all(
@@ -103,11 +110,11 @@ def test_after_every_block_of_a_micro_partition(gangs: Gangs) -> None:
     """And a micro-partition of six rows is two blocks."""
     locations = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
     plan = uniform_plan(locations, levels=1, layers=LAYERS, micro_partitions=2)
-    job = job_of([0, 12, 24, 36, 48], PIECES, strategy="sp_tp", csa=plan)
+    step = step_of([0, 12, 24, 36, 48], PIECES, strategy="sp_tp", csa=plan)
     gang = gangs("gqa", 4, 1)
-    whole = ran(gang, job)
+    whole = ran(gang, step)
     with blocks_of(ROWS):
-        cut = ran(gang, job)
+        cut = ran(gang, step)
     for one, other in zip(whole, cut, strict=True):
         assert attention_phases(other) == {i: 2 * n for i, n in attention_phases(one).items()}
 
@@ -116,9 +123,9 @@ def test_after_every_block_of_a_micro_partition(gangs: Gangs) -> None:
 def test_sp_tp_after_its_products_too(gangs: Gangs, strategy: str) -> None:
     """Of all rows' queries, keys and values."""
     watched = Watched()
-    job = job_of([0, 21, 48], PIECES, strategy=strategy)
-    gangs("gqa", 2, 1).run(job, watched, watched.part)
-    handed_on = len(job.group)
+    step = step_of([0, 21, 48], PIECES, strategy=strategy)
+    gangs("gqa", 2, 1).run(step, watched, watched.part)
+    handed_on = len(step.group)
     # One where a layer begins, and one before each exchange: what is handed on, and what follows.
     closed = 1 + handed_on + 1
     for given in watched.given.values():

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from gang_driver import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_slices, prefill_step, prompt_of
 from gang_threads import thread_cell
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,10 +34,10 @@ async def test_the_mlp_and_the_last_rows_are_timed(
 ) -> None:
     """The MLP runs in blocks of rows, except where ranks sum their parts."""
     monkeypatch.setattr(step_points, "MLP_ROWS", 10)
-    request = Request(sequence_id=1, prompt=prompt_of(30), slices=even_shares(30, [0]))
+    request = Request(sequence_id=1, prompt=prompt_of(30), slices=even_slices(30, [0]))
     async with thread_cell(tiny_llama, prefill=1, prefill_tp=tp, decode=1) as cell:
         await cell.reserve(request)
-        cell.submit(job_of([request.chunk()], [0], trace=TIMELINE), request.prompt)
+        cell.submit(prefill_step([request.chunk()], [0], trace=TIMELINE), request.prompt)
         await cell.answer(request)
         await cell.freed(1)
     phases = Counter(

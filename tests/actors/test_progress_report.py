@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from gang_driver import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_slices, prefill_step, prompt_of
 from gang_threads import elastic_cell, thread_cell
 from piggyback_requests import piggyback, reserve_piggybacked
 
@@ -33,9 +33,9 @@ async def test_every_rank_of_a_group_reports_at_every_layer(
 ) -> None:
     monkeypatch.setattr(step_reports, "REPORT_S", 0.0)
     async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
-        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0]))
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [0]))
         await cell.reserve(request)
-        step_id = cell.submit(job_of([request.chunk()], [2, 0]), request.prompt)
+        step_id = cell.submit(prefill_step([request.chunk()], [2, 0]), request.prompt)
         await cell.prefilled(step_id)
         spoken = [len(cell.about(PrefillProgress, rank=rank, step_id=step_id)) for rank in range(3)]
         layers = cell.prefill_gang.ranks[0].engine.spec.layers
@@ -49,7 +49,7 @@ async def test_every_rank_reports_during_piggybacked_prefill(
     """No tokens show progress yet."""
     monkeypatch.setattr(step_reports, "REPORT_S", 0.0)
     async with elastic_cell(tiny_llama, 2) as cell:
-        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [0, 1]))
         await reserve_piggybacked(cell, request)
         piggyback(cell, request, budget=4)
         await cell.until(lambda: cell.finished(1))

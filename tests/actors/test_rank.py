@@ -17,9 +17,9 @@ from gang_driver import (
     Cell,
     GangPlan,
     Request,
-    even_shares,
+    even_slices,
     in_threads,
-    job_of,
+    prefill_step,
     prompt_of,
 )
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
@@ -70,9 +70,9 @@ async def test_closing_ends_threads_that_wait_for_kv_or_for_peers(tiny_llama: Pa
     """Closing does so also during a step whose other half no rank computes."""
     before = set(threading.enumerate())
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
-        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [0, 1]))
         await cell.reserve(request)
-        cell.submit(job_of([request.chunk()], [0, 1]), request.prompt, ranks=[0])
+        cell.submit(prefill_step([request.chunk()], [0, 1]), request.prompt, ranks=[0])
         await cell.prefill.stats()
     kinds = ("kv-", "engine", "sequencer", "rpc")
     left = [thread for thread in threading.enumerate() if thread.name.startswith(kinds)]
@@ -109,7 +109,7 @@ async def test_a_dead_loop_ends_its_gang_and_disconnects_the_router(
     """Neither its peers nor the router wait for a rank that cannot go on."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         request = Request(
-            sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]), master=1
+            sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [0, 1]), master=1
         )
         await cell.reserve(request)
         gang = cell.prefill_gang if role == "prefill" else cell.decode_gang
@@ -117,7 +117,7 @@ async def test_a_dead_loop_ends_its_gang_and_disconnects_the_router(
         patient = gang.ranks[1]
 
         monkeypatch.setattr(Layer, "qkv", failing_on(patient))
-        cell.submit(job_of([request.chunk()], [0, 1]), request.prompt)
+        cell.submit(prefill_step([request.chunk()], [0, 1]), request.prompt)
         if role == "decode":
             await cell.join(request)
         await eventually(lambda: all(is_broken(rank) for rank in gang.ranks))
@@ -158,9 +158,9 @@ async def test_an_iteration_that_does_not_end_is_noticed(
             return qkv(self, *arguments)
 
         monkeypatch.setattr(Layer, "qkv", patient_qkv)
-        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_shares(40, [0, 1]))
+        request = Request(sequence_id=1, prompt=prompt_of(40), slices=even_slices(40, [0, 1]))
         await cell.reserve(request)
-        cell.submit(job_of([request.chunk()], [0]), request.prompt)
+        cell.submit(prefill_step([request.chunk()], [0]), request.prompt)
         await cell.join(request)
         await eventually(iterating.is_set)
         leader.check_health()
@@ -176,8 +176,8 @@ async def test_an_iteration_that_does_not_end_is_noticed(
 
 async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=1) as cell:
-        request = Request(sequence_id=1, prompt=prompt_of(10), slices=even_shares(10, [0]))
-        step = msgspec.structs.replace(job_of([request.chunk()], [0]), step_id=1)
+        request = Request(sequence_id=1, prompt=prompt_of(10), slices=even_slices(10, [0]))
+        step = msgspec.structs.replace(prefill_step([request.chunk()], [0]), step_id=1)
         with pytest.raises(ProtocolError, match="runs no prefill steps"):
             await cell.decode.call(0, "prefill", pack(step))
         join = JoinBatch(sequence_id=1, first_token=0)
@@ -200,18 +200,18 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
         long = Request(
             sequence_id=1,
             prompt=prompt_of(40),
-            slices=even_shares(40, [0, 1]),
+            slices=even_slices(40, [0, 1]),
             sampling=replace(GREEDY, max_tokens=60),
         )
         await cell.reserve(long)
-        cell.submit(job_of([long.chunk()], [0, 1]), long.prompt)
+        cell.submit(prefill_step([long.chunk()], [0, 1]), long.prompt)
         await cell.join(long)
         beside.prefill = cell.decode  # its notifications come to `cell`
         for sequence_id in range(2, 8):
             prompt = prompt_of(30, sequence_id)
             here = Request(sequence_id=sequence_id, prompt=prompt, slices=())
             step = msgspec.structs.replace(
-                job_of([here.chunk()], [0, 1]), step_id=100 + sequence_id
+                prefill_step([here.chunk()], [0, 1]), step_id=100 + sequence_id
             )
             beside.submit(step, prompt)
             await cell.until_received(2, PrefillDone, step_id=step.step_id)

@@ -14,10 +14,10 @@ from gang_driver import (
     GangPlan,
     Prompt,
     Request,
-    even_shares,
-    job_of,
+    even_slices,
+    prefill_step,
     prompt_of,
-    shares_at,
+    slices_at,
 )
 from gang_threads import ThreadCell, elastic_cell, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
@@ -44,14 +44,16 @@ async def first_turn(cell: ThreadCell, sequence_id: int, length: int = 40) -> Pr
     request = Request(
         sequence_id=sequence_id,
         prompt=prompt_of(length, sequence_id),
-        slices=even_shares(length, [0, 1]),
+        slices=even_slices(length, [0, 1]),
         sampling=GREEDY,
         retain=True,
     )
     await cell.reserve(request)
-    await cell.prefilled(cell.submit(job_of([request.chunk()], group), request.prompt))
+    await cell.prefilled(cell.submit(prefill_step([request.chunk()], group), request.prompt))
     (answer,) = await cell.answer(request)
-    kept = await cell.keep(cell.decode, RetainKv(sequence_id=sequence_id, start=0, stop=length + 3))
+    kept = await cell.retain_or_evict(
+        cell.decode, RetainKv(sequence_id=sequence_id, start=0, stop=length + 3)
+    )
     assert kept == length + 3
     return np.array([*request.prompt, *answer], "<i4")
 
@@ -62,19 +64,19 @@ async def test_a_second_turn_sends_what_the_other_gang_lacks(tiny_llama: Path) -
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         length = len(text)
-        await cell.keep(cell.decode, EvictKv(sequence_id=1, start=30, stop=50))
+        await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=1, start=30, stop=50))
         reused = shares_of(1, (0, 0, 20), (1, 20, 30))
         request = Request(
             sequence_id=2,
             prompt=text,
-            slices=(*reused, *shares_at([30, 35, length], [0, 1])),
+            slices=(*reused, *slices_at([30, 35, length], [0, 1])),
             master=1,
             sampling=GREEDY,
         )
         with headers_sent() as sent:
             await cell.reserve(request)
             chunk = request.chunk(40, history=shares_of(1, (0, 0, 40)))
-            step_id = cell.submit(job_of([chunk], [0, 1], [0, 5, length - 40]), text[40:])
+            step_id = cell.submit(prefill_step([chunk], [0, 1], [0, 5, length - 40]), text[40:])
             assert await cell.answer(request) == [greedy_tokens(tiny_llama, text.tolist(), 4)]
         layers = cell.decode.descriptions[0].layers
         for layer in range(layers):
@@ -82,24 +84,24 @@ async def test_a_second_turn_sends_what_the_other_gang_lacks(tiny_llama: Path) -
         await cell.prefilled(step_id)
         await cell.freed(2)
         for gang in (cell.prefill, cell.decode):
-            assert await cell.keep(gang, EvictKv(sequence_id=1)) == 0
+            assert await cell.retain_or_evict(gang, EvictKv(sequence_id=1)) == 0
         cell.check_idle()
 
 
 async def test_history_that_lies_where_it_is_needed_does_not_move(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
-        await cell.keep(cell.decode, EvictKv(sequence_id=1, start=20, stop=50))
+        await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=1, start=20, stop=50))
         mesh = cell.prefill_gang.ranks[0].engine.mesh
         before = list(mesh.bytes_sent)
-        slices = (*shares_of(1, (0, 0, 20)), *shares_at([20, len(text)], [0]))
+        slices = (*shares_of(1, (0, 0, 20)), *slices_at([20, len(text)], [0]))
         request = Request(sequence_id=2, prompt=text, slices=slices, sampling=GREEDY)
         await cell.reserve(request)
-        cell.submit(job_of([request.chunk(20, history=slices[:1])], [0]), text[20:])
+        cell.submit(prefill_step([request.chunk(20, history=slices[:1])], [0]), text[20:])
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, text.tolist(), 4)]
         await cell.freed(2)
         assert mesh.bytes_sent == before
-        assert await cell.keep(cell.decode, EvictKv(sequence_id=1)) == 0
+        assert await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=1)) == 0
         cell.check_idle()
 
 
@@ -111,17 +113,17 @@ async def test_kv_evicted_during_a_read_is_read_to_the_end(tiny_llama: Path) -> 
         request = Request(
             sequence_id=2,
             prompt=text,
-            slices=(*history, *shares_at([40, len(text)], [1])),
+            slices=(*history, *slices_at([40, len(text)], [1])),
             sampling=replace(GREEDY, max_tokens=30),
         )
         await cell.reserve(request)
-        assert await cell.keep(cell.decode, EvictKv(sequence_id=1)) == 0
+        assert await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=1)) == 0
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         assert [pool.slots.used for pool in pools] == [20 + 29, len(text) - 20]
-        other = Request(sequence_id=3, prompt=prompt_of(100, 3), slices=even_shares(100, [0, 1]))
+        other = Request(sequence_id=3, prompt=prompt_of(100, 3), slices=even_slices(100, [0, 1]))
         await cell.reserve(other)
-        cell.submit(job_of([other.chunk()], [0, 1]), other.prompt)
-        cell.submit(job_of([request.chunk(40, history=history)], [0, 1]), text[40:])
+        cell.submit(prefill_step([other.chunk()], [0, 1]), other.prompt)
+        cell.submit(prefill_step([request.chunk(40, history=history)], [0, 1]), text[40:])
         answers = await cell.answer(request, other)
         assert answers[0] == greedy_tokens(tiny_llama, text.tolist(), 30)
         assert answers[1] == greedy_tokens(tiny_llama, other.prompt.tolist(), 6)
@@ -134,22 +136,22 @@ async def test_history_that_is_not_resident_is_refused(tiny_llama: Path) -> None
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         text = np.concatenate([await first_turn(cell, 1), prompt_of(9, 7)])
         for gang in (cell.prefill, cell.decode):
-            await cell.keep(gang, RetainKv(sequence_id=1, start=0, stop=15))
+            await cell.retain_or_evict(gang, RetainKv(sequence_id=1, start=0, stop=15))
         request = Request(
             sequence_id=2,
             prompt=text,
-            slices=(*shares_of(1, (0, 0, 16)), *shares_at([16, len(text)], [0])),
+            slices=(*shares_of(1, (0, 0, 16)), *slices_at([16, len(text)], [0])),
         )
         with pytest.raises(FaultError, match="does not have it"):
             await cell.reserve(request)
         cell.failures_expected = True
         chunk = request.chunk(16, history=shares_of(1, (0, 0, 16)))
-        cell.submit(job_of([chunk], [0, 1]), text[16:])
+        cell.submit(prefill_step([chunk], [0, 1]), text[16:])
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=2))
         cell.cancel(2)
-        await cell.prefilled(*cell.jobs)
-        assert await cell.keep(cell.prefill, EvictKv(sequence_id=1)) == 0
-        assert await cell.keep(cell.decode, EvictKv(sequence_id=1)) == 0
+        await cell.prefilled(*cell.steps)
+        assert await cell.retain_or_evict(cell.prefill, EvictKv(sequence_id=1)) == 0
+        assert await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=1)) == 0
         cell.check_idle()
 
 
@@ -161,12 +163,12 @@ async def test_retained_kv_is_freed_with_its_router(tiny_llama: Path) -> None:
         running = Request(
             sequence_id=2,
             prompt=prompt_of(20, 2),
-            slices=even_shares(20, [0, 1]),
+            slices=even_slices(20, [0, 1]),
             sampling=replace(GREEDY, max_tokens=2000),
             retain=True,
         )
         await cell.reserve(running)
-        cell.submit(job_of([running.chunk()], [0]), running.prompt)
+        cell.submit(prefill_step([running.chunk()], [0]), running.prompt)
         await cell.join(running)
         await cell.until(lambda: len(cell.tokens(2)) > 2)
         await cell.disconnect()
@@ -188,15 +190,15 @@ async def test_retained_kv_of_one_gang_outlives_the_other(tiny_llama: Path) -> N
         cell.decode = await cell.attach(cell.decode_gang.members, "decode")
         await cell.connect()
         request = Request(
-            sequence_id=2, prompt=text, slices=even_shares(len(text), [0]), sampling=GREEDY
+            sequence_id=2, prompt=text, slices=even_slices(len(text), [0]), sampling=GREEDY
         )
         await cell.reserve(request)
         chunk = request.chunk(40, history=shares_of(1, (0, 0, 40)))
-        step_id = cell.submit(job_of([chunk], [0, 1]), text[40:])
+        step_id = cell.submit(prefill_step([chunk], [0, 1]), text[40:])
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, text.tolist(), 4)]
         await cell.prefilled(step_id)
         await cell.freed(2)
-        assert await cell.keep(cell.prefill, EvictKv(sequence_id=1)) == 0
+        assert await cell.retain_or_evict(cell.prefill, EvictKv(sequence_id=1)) == 0
         cell.check_idle()
 
 
@@ -223,7 +225,7 @@ async def test_a_sequence_that_leaves_while_it_is_reserved_is_forgotten(
         monkeypatch.setattr(reservations, "reserve", leaving)
         monkeypatch.setattr(loop.decode_batch, "change", noted)
         request = Request(
-            sequence_id=1, prompt=prompt_of(20, 1), slices=even_shares(20, [0]), retain=True
+            sequence_id=1, prompt=prompt_of(20, 1), slices=even_slices(20, [0]), retain=True
         )
         await cell.reserve(request)
         assert bool(pool.slots.tokens(1)) == loop._kv._lifetime.is_retained(1)
@@ -236,7 +238,7 @@ async def test_a_sequence_that_leaves_while_it_is_reserved_is_forgotten(
 async def test_a_refused_reservation_is_not_retained(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 1, kv_slots=10) as cell:
         request = Request(
-            sequence_id=1, prompt=prompt_of(20, 1), slices=even_shares(20, [0]), retain=True
+            sequence_id=1, prompt=prompt_of(20, 1), slices=even_slices(20, [0]), retain=True
         )
         with pytest.raises(FaultError, match="out of slots"):
             await cell.reserve(request)

@@ -63,6 +63,8 @@ def test_rows_see_the_prompt_and_all_that_was_appended(
     held = ResidentRows(requests)
     expected = [[float(token) for token in range(length)] for length in prompts]
     assert read(pool, held, 0) == read(pool, held, 1) == expected
+    hidden = data.draw(st.integers(-1, 8))
+    near = ResidentRows(requests, [hidden] * len(requests))
     for step in range(3):
         slots_t = torch.tensor([request.append() for request in requests])
         held.grown()
@@ -72,6 +74,9 @@ def test_rows_see_the_prompt_and_all_that_was_appended(
         for row, length in enumerate(prompts):
             expected[row].append(float(length + step))
         assert read(pool, held, 0) == read(pool, held, 1) == expected
+        near.grown()
+        behind = [[token for token in row if token > hidden] for row in expected]
+        assert read(pool, near, 0) == behind
     with pytest.raises(IndexError):
         requests[0].append()
     pool.slots.check_integrity()

@@ -10,7 +10,7 @@ from exchange_counter import counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_ranks import LAYERS, MODELS, Gangs, check_scattered_history, job_of
+from strategy_ranks import LAYERS, MODELS, Gangs, check_scattered_history, step_of
 from uniform_plan import uniform_plan
 
 from csps.actors.attention.base.engine import Engine
@@ -40,7 +40,7 @@ def pipelined(
 def test_exact_equals_one_member(gangs: Gangs, model: str, instances: int) -> None:
     gang = gangs(model, instances, 1)
     bounds = [*[0, 23, 31, 31][:instances], 48]
-    step = job_of(bounds, [5, 40, 3])
+    step = step_of(bounds, [5, 40, 3])
     gang.check(step, gang.run(step, exact), gang.forwards(step))
 
 
@@ -57,7 +57,7 @@ def test_pipelined_equals_one_member(
 ) -> None:
     """Cover relays that begin at once (NCCL's rules), and when rows have arrived (gloo)."""
     gang = request.getfixturevalue(kind)(model, 4, 1)
-    step = job_of([0, 9, 14, 30, 48], [5, 40, 3])
+    step = step_of([0, 9, 14, 30, 48], [5, 40, 3])
     make = pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical)
     results = gang.run(step, make)
     gang.check(step, results, gang.forwards(step))
@@ -71,7 +71,7 @@ def test_pipelined_equals_one_member(
 def test_rows_and_sums_travel_while_attention_is_computed(
     gangs: Gangs, hierarchical: bool, micro_partitions: int
 ) -> None:
-    gang, step = gangs("gqa", 4, 1), job_of([0, 12, 24, 36, 48], [48])
+    gang, step = gangs("gqa", 4, 1), step_of([0, 12, 24, 36, 48], [48])
     with counted(head_attention) as overlaps:
         gang.run(step, pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical))
     assert overlaps.share > 0.5
@@ -88,7 +88,7 @@ def test_not_pipelined_nothing_is_computed_while_anything_travels(
         group.clock.timeline = PhaseTimeline(on=True)
         return SpTp(group, engine, plan, hierarchical=hierarchical)
 
-    gang, step = gloo_gangs("gqa", 4, 1), job_of([0, 9, 14, 30, 48], [5, 40, 3])
+    gang, step = gloo_gangs("gqa", 4, 1), step_of([0, 9, 14, 30, 48], [5, 40, 3])
     results = gang.run(step, make)
     gang.check(step, results, gang.forwards(step))
     for clock in (result.clock for result in results):
@@ -112,7 +112,7 @@ def test_a_timeline_tells_level_and_micro_partition(gangs: Gangs) -> None:
         group.clock.timeline = PhaseTimeline(on=True)
         return make(group, engine)
 
-    results = gangs("gqa", 4, 1).run(job_of([0, 12, 24, 36, 48], [48]), with_timeline)
+    results = gangs("gqa", 4, 1).run(step_of([0, 12, 24, 36, 48], [48]), with_timeline)
     for result in results:
         for name in ("qkv", "attention"):
             all_events = result.clock.timeline.events
@@ -142,7 +142,7 @@ def test_pipelined_equals_not_pipelined(
     gang, total = gangs(model, instances, 1), sum(lengths)
     cuts = sorted(data.draw(st.integers(0, total)) for _ in range(instances - 1))
     servers = sorted(data.draw(st.integers(0, 2)) for _ in range(instances))
-    step = job_of([0, *cuts, total], lengths)
+    step = step_of([0, *cuts, total], lengths)
     locations = tuple(f"0-{server}-{place}" for place, server in enumerate(servers))
     make = pipelined(locations, micro_partitions, hierarchical=hierarchical)
     for got, expected in zip(gang.run(step, make), gang.run(step, exact), strict=True):
@@ -152,7 +152,7 @@ def test_pipelined_equals_not_pipelined(
 @pytest.mark.parametrize("tp", [2, 4])
 def test_members_of_tensor_parallel_instances(gangs: Gangs, tp: int) -> None:
     gang = gangs("gqa", 2, tp)
-    step = job_of([0, 21, 48], [5, 40, 3])
+    step = step_of([0, 21, 48], [5, 40, 3])
     forwards = gang.forwards(step)
     gang.check(step, gang.run(step, exact), forwards)
     gang.check(step, gang.run(step, pipelined(("0-0-0", "0-1-0"), 2)), forwards)
@@ -161,7 +161,7 @@ def test_members_of_tensor_parallel_instances(gangs: Gangs, tp: int) -> None:
 
 def test_more_members_than_heads(gangs: Gangs) -> None:
     gang = gangs("gqa", 6, 1)
-    step = job_of([0, 9, 14, 30, 30, 40, 48], [48])
+    step = step_of([0, 9, 14, 30, 30, 40, 48], [48])
     locations = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
     forwards = gang.forwards(step)
     gang.check(step, gang.run(step, exact), forwards)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from gang_driver import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_slices, prefill_step, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
@@ -45,7 +45,7 @@ async def test_greedy_tokens(
         Request(
             sequence_id=sequence_id,
             prompt=prompt_of(length, sequence_id),
-            slices=even_shares(length, range(1)),
+            slices=even_slices(length, range(1)),
             sampling=Sampling(temperature=0, max_tokens=TOKENS),
         )
         for sequence_id, length in enumerate((67, 9))
@@ -53,11 +53,11 @@ async def test_greedy_tokens(
     async with thread_cell(model, prefill=prefill, prefill_tp=tp, decode=1) as cell:
         await asyncio.gather(*map(cell.reserve, requests))
         chunks = [request.chunk() for request in requests]
-        step = job_of(chunks, range(prefill), strategy=strategy, csa=plan)
+        step = prefill_step(chunks, range(prefill), strategy=strategy, csa=plan)
         cell.submit(step, np.concatenate([request.prompt for request in requests]))
         answers = await cell.answer(*requests)
         await cell.freed(*range(len(requests)))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
     assert answers == [greedy_tokens(model, r.prompt.tolist(), TOKENS) for r in requests]
 
@@ -70,13 +70,13 @@ async def test_a_high_priority_step_runs_between_two_layers_while_weights_travel
         Request(
             sequence_id=sequence_id,
             prompt=prompt_of(length, sequence_id),
-            slices=even_shares(length, range(1)),
+            slices=even_slices(length, range(1)),
         )
         for sequence_id, length in enumerate((90, 7), start=1)
     ]
     long, high_priority = (
         msgspec.structs.replace(
-            job_of(
+            prefill_step(
                 [request.chunk()], group, strategy="gathered_weights", high_priority=group == [1]
             ),
             step_id=request.sequence_id,
@@ -91,7 +91,7 @@ async def test_a_high_priority_step_runs_between_two_layers_while_weights_travel
             await cell.prefill.stats()
         answers = await cell.answer(*requests)
         await cell.freed(*(request.sequence_id for request in requests))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
     first_tokens = [
         message.sequence_id

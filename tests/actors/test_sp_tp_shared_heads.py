@@ -12,7 +12,7 @@ from dense_csa_reference import DenseCsa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_ranks import MODELS, Forward, Gangs, StrategyRanks, dense_forward, job_of
+from strategy_ranks import MODELS, Forward, Gangs, StrategyRanks, dense_forward, step_of
 from torch import Tensor
 
 from csps.actors.attention.sp_tp.sp_tp import SpTp
@@ -124,7 +124,7 @@ def owner_of(bounds: Sequence[int], row: int) -> int:
 
 def check(gangs: Gangs, case: Case) -> None:
     gang = gangs(case.model, len(case.locations), case.tp)
-    plan, step = case.plan(gang.network.spec.layers), job_of(case.bounds, case.lengths)
+    plan, step = case.plan(gang.network.spec.layers), step_of(case.bounds, case.lengths)
     results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
     chunks = range(len(case.lengths))
     gang.check(step, results, [brute_force(gang, case, plan, chunk) for chunk in chunks])

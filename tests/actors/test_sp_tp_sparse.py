@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ import torch
 from dense_csa_reference import DenseCsa
 from dense_reference import dense_attention
 from small_blocks import blocks_of
-from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
+from strategy_ranks import FAR, NEAR, Forward, StrategyRanks, dense_forward, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
@@ -43,6 +43,24 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def windowed_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
+    """Return instances whose second and fourth layer see nine positions."""
+    model = make_checkpoint(
+        tmp_path_factory.mktemp("windowed"),
+        "qwen2",
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=[FAR, NEAR, FAR, NEAR, FAR],
+    )
+    with strategy_ranks(model, instances=4) as ranks:
+        yield ranks
+
+
 def plan_of(levels: int, drop_ratio: float, window: int, *, pipelined: bool = True) -> CsaPlan:
     plan = uniform_plan(
         LOCATIONS, levels=levels, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=3
@@ -59,6 +77,11 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
     importance: list[Tensor | None] = [None]
 
     def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        if (window := gang.network.spec.window_of(layer)) is not None:
+            at = torch.arange(len(q_thd))
+            return dense_attention(
+                q_thd, k_thd, v_thd, q_positions=at, k_positions=at, window=window
+            )[0]
         group, drops = plan.layer_group(layer), layer not in (0, LAYERS - 1)
         ratios = [
             [group.drop_ratio(level, head) if drops else 0.0 for level in range(1, plan.levels + 1)]
@@ -104,7 +127,7 @@ def importance_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
 
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> None:
-    step = job_of(BOUNDS, [LONG, SHORT])
+    step = step_of(BOUNDS, [LONG, SHORT])
     results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
     exact_short = gang.forwards(step)[1]
     gang.check(step, results, [brute_force(gang, plan), exact_short])
@@ -130,7 +153,7 @@ def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipel
         KvSlice(2, 0, 7),
         KvSlice(1, 7, start),
     ]
-    step = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
+    step = step_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[slices, []])
     forwards = [brute_force(gang, plan, start), gang.forwards(step)[1]]
     gang.hold_history(step, forwards)
     try:
@@ -139,6 +162,15 @@ def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipel
     finally:
         for engine in gang.engines:
             engine.pool.slots.free_sequence(0)
+
+
+@pytest.mark.parametrize("importance_layer", ["previous", "same"])
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_layers_with_a_window_drop_nothing_and_score_nothing(
+    windowed_gang: StrategyRanks, importance_layer: Literal["previous", "same"], pipelined: bool
+) -> None:
+    plan = plan_of(3, 0.5, 16, pipelined=pipelined)
+    check(windowed_gang, replace(plan, importance_layer=importance_layer))
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
@@ -163,7 +195,7 @@ def test_ratios_may_differ_by_head(gang: StrategyRanks) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
-    step = job_of(BOUNDS, [LONG, SHORT])
+    step = step_of(BOUNDS, [LONG, SHORT])
     plan = plan_of(levels, 0.0, 16)
     results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
     gang.check(step, results, gang.forwards(step))
@@ -179,7 +211,7 @@ def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
 def test_options_of_sp_ntp_alone_are_refused_before_the_step_starts(
     change: dict[str, Any], what: str
 ) -> None:
-    step = job_of(BOUNDS, [LONG, SHORT])
+    step = step_of(BOUNDS, [LONG, SHORT])
     plan = replace(plan_of(3, 0.5, 16), **change)
     with pytest.raises(ConfigError, match=what):
         msgspec.structs.replace(step, strategy="sp_tp", csa=plan).check()

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
-from gang_driver import LAYOUTS, job_of, laid_out
+from gang_driver import LAYOUTS, laid_out, prefill_step
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +55,7 @@ def steps(draw: st.DrawFn) -> PrefillStep:
         )
     total = sum(chunk.length for chunk in chunks)
     inner = draw(st.lists(st.integers(0, total), min_size=len(group) - 1, max_size=len(group) - 1))
-    return job_of(chunks, group, (0, *sorted(inner), total))
+    return prefill_step(chunks, group, (0, *sorted(inner), total))
 
 
 def owners_before(step: PrefillStep) -> dict[int, np.ndarray]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from gang_driver import Request, even_shares, job_of, prompt_of
+from gang_driver import Request, even_slices, prefill_step, prompt_of
 from gang_threads import elastic_cell, thread_cell
 from greedy_reference import greedy_tokens
 
@@ -49,7 +49,7 @@ async def test_a_step_takes_all_slots_or_none(
             Request(
                 sequence_id=sequence_id,
                 prompt=prompt_of(20, sequence_id),
-                slices=even_shares(20, [0]),
+                slices=even_slices(20, [0]),
             )
             for sequence_id in (1, 2)
         )
@@ -64,7 +64,7 @@ async def test_a_step_takes_all_slots_or_none(
         monkeypatch.setattr(pool.slots, "allocate", stolen)
         for request in (one, other):
             await cell.reserve(request)
-        step = job_of([one.chunk(), other.chunk()], [0])
+        step = prefill_step([one.chunk(), other.chunk()], [0])
         cell.submit(step, np.concatenate([one.prompt, other.prompt]))
         await cell.prefill.stats()
         assert pool.slots.used == 40, "the step holds slots while it waits for others"
@@ -81,18 +81,18 @@ async def test_rows_that_are_stored_elsewhere_take_no_slots(tiny_llama: Path) ->
     """LoongServe §4.1: the instance that helps has no room for what it computes."""
     async with elastic_cell(tiny_llama, 2, kv_slots=100) as cell:
         full = Request(
-            sequence_id=1, prompt=prompt_of(90, 1), slices=even_shares(90, [0]), master=1
+            sequence_id=1, prompt=prompt_of(90, 1), slices=even_slices(90, [0]), master=1
         )
         helped = Request(
-            sequence_id=2, prompt=prompt_of(90, 2), slices=even_shares(90, [1]), master=1
+            sequence_id=2, prompt=prompt_of(90, 2), slices=even_slices(90, [1]), master=1
         )
         for request in (full, helped):
             await cell.reserve(request)
-        cell.submit(job_of([full.chunk()], [0]), full.prompt)
-        here = even_shares(40, [1])
-        cell.submit(job_of([helped.chunk(0, 40)], [0, 1]), helped.prompt[:40])
+        cell.submit(prefill_step([full.chunk()], [0]), full.prompt)
+        here = even_slices(40, [1])
+        cell.submit(prefill_step([helped.chunk(0, 40)], [0, 1]), helped.prompt[:40])
         rest = helped.chunk(40, history=here)
-        cell.submit(job_of([rest], [1, 0]), helped.prompt[40:])
+        cell.submit(prefill_step([rest], [1, 0]), helped.prompt[40:])
         answers = await cell.answer(full, helped)
         for request, answer in zip((full, helped), answers, strict=True):
             assert answer == greedy_tokens(tiny_llama, request.prompt.tolist(), len(answer))

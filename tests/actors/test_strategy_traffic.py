@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from ring_traffic import ring_kv_traffic, ring_q_traffic
-from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
+from strategy_ranks import MakeStrategy, StrategyRanks, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
@@ -110,7 +110,7 @@ def measured(gang: StrategyRanks, make: MakeStrategy, step: PrefillStep | None =
         engine.mesh.bytes_sent[:] = [0] * engine.mesh.world_size
     summed.clear()
     bounds = [TOKENS * index // instances for index in range(instances + 1)]
-    gang.run(step or job_of(bounds, [TOKENS]), make)
+    gang.run(step or step_of(bounds, [TOKENS]), make)
     sums = sum(summed) / LAYERS - TOKENS * gang.network.spec.hidden * group.tp * (group.tp > 1)
     total = Traffic(inside=sums * 2 * (group.tp - 1) / group.tp)
     for engine in gang.engines:

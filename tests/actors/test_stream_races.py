@@ -177,6 +177,7 @@ class Receiving:
             device=CUDA,
             kv_heads=range(2),
             spec=SimpleNamespace(layers=1, vocab=8),
+            grammars=None,
         )
         self.reservations = Reservations(cast(Any, engine), lambda *told: None)
         self.receiver = KvReceiver.__new__(KvReceiver)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from small_blocks import blocks_of
-from strategy_ranks import LAYERS, Gangs, StrategyRanks, job_of
+from strategy_ranks import LAYERS, Gangs, StrategyRanks, step_of
 from test_conversations import PLANS, Plan, hold
 from test_history import on_gangs, steps
 from test_yield_points import run
@@ -65,7 +65,7 @@ def test_only_keys_in_reach_are_sent(gangs: Gangs, strategy: str) -> None:
     slices = [KvSlice(3, 0, 10), KvSlice(2, 10, 12), KvSlice(1, 12, 16)]
     plan = uniform_plan(("0-0-0", "0-0-1", "0-1-0", "0-1-1"), levels=2, layers=LAYERS)
     csa = plan if strategy == "levels" else None
-    step = job_of(
+    step = step_of(
         [0, 20, 40, 43, 60], [60], starts=[16], history=[slices], strategy=strategy, csa=csa
     )
     gang.hold_history(step, gang.forwards(step))
@@ -86,9 +86,9 @@ def test_only_keys_in_reach_are_sent(gangs: Gangs, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["sp_tp", "gathered_weights"])
 def test_history_out_of_reach_is_not_asked_for(gangs: Gangs, strategy: str) -> None:
     gang = gangs("near", 2, 1)
-    near = job_of([0, 9, 20], [20], starts=[16], strategy=strategy, history=[[KvSlice(0, 0, 16)]])
+    near = step_of([0, 9, 20], [20], starts=[16], strategy=strategy, history=[[KvSlice(0, 0, 16)]])
     far = [KvSlice(1, 0, 10), KvSlice(0, 10, 16)]
-    further = job_of([0, 9, 20], [20], starts=[16], strategy=strategy, history=[far])
+    further = step_of([0, 9, 20], [20], starts=[16], strategy=strategy, history=[far])
     found = []
     for step in (near, further):
         gang.hold_history(step, gang.forwards(step))

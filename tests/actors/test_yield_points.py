@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from small_blocks import blocks_of
-from strategy_ranks import LAYERS, Gangs, StrategyRanks, job_of
+from strategy_ranks import LAYERS, Gangs, StrategyRanks, step_of
 from test_cancelled_steps import BOUNDS, CASES, LENGTHS
 from test_history import STRATEGIES, on_gangs, steps
 from torch import Tensor
@@ -137,7 +137,7 @@ def test_the_same_with_members_that_have_no_heads(
     locations = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
     plan = uniform_plan(locations, levels=2, layers=LAYERS, micro_partitions=2)
     slices = [KvSlice(5, 0, 9)]
-    step = job_of(
+    step = step_of(
         [0, 9, 14, 30, 30, 40, 48],
         [48],
         starts=[9],
@@ -152,7 +152,7 @@ def test_the_same_with_members_that_have_no_heads(
 @pytest.mark.parametrize("case", [name for name in CASES if "sparse" in name or "csa" in name])
 def test_the_same_of_sparse_attention(gangs: Gangs, case: str) -> None:
     strategy, plan = CASES[case]
-    gang, step = gangs("gqa", 4, 1), job_of(BOUNDS, LENGTHS, strategy=strategy, csa=plan)
+    gang, step = gangs("gqa", 4, 1), step_of(BOUNDS, LENGTHS, strategy=strategy, csa=plan)
     log = PointLog(gang)
     with blocks_of(4), log.on_meshes():
         gang.run(step, strategy_of, log.pass_point, cancelled=(2,))
@@ -168,7 +168,7 @@ def test_the_member_with_most_blocks_has_a_point_for_each(
 ) -> None:
     gang = gangs("gqa", members, tp)
     bounds = [0, *[20] * (members - 1), 48]
-    step = job_of(bounds, [5, 40, 3], strategy=strategy)
+    step = step_of(bounds, [5, 40, 3], strategy=strategy)
     with blocks_of(4):
         passed = run(gang, step).passed[0]
     assert max(map(passed.count, passed)) <= 2, "the last block's, and the end of its phase"
@@ -231,13 +231,13 @@ def test_a_step_may_be_stopped_at_any_point(
 def test_points_follow_from_the_step_alone() -> None:
     shape = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1)
     with blocks_of(4):
-        points = step_points(job_of([0, 8, 20], [20], strategy="ulysses"), shape)
+        points = step_points(step_of([0, 8, 20], [20], strategy="ulysses"), shape)
     assert points == StepPoints(((1, 5, 1), (1, 5, 1), (1,)))
     assert points.total == 15
     assert points.numbers(1, 1) == range(8, 13)
     assert (
         step_points(
-            job_of([0, 20], [20]),
+            step_of([0, 20], [20]),
             ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1, whole=True),
         ).total
         == 7

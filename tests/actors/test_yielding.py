@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gang_driver import ANSWER_S, Request, even_shares, job_of, prompt_of
+from gang_driver import ANSWER_S, Request, even_slices, prefill_step, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 from paused_ranks import PausedSteps
@@ -42,19 +42,19 @@ class StepFeed:
     def __init__(self, cell: ThreadCell) -> None:
         self.cell = cell
         self.requests: list[Request] = []
-        self.jobs: list[PrefillStep] = []
+        self.steps: list[PrefillStep] = []
 
     async def add(self, length: int, group: Sequence[int], *, high_priority: bool = False) -> int:
         """Add the next step, not sent yet; return its id."""
-        number = len(self.jobs) + 1
+        number = len(self.steps) + 1
         request = Request(
-            sequence_id=number, prompt=prompt_of(length, number), slices=even_shares(length, [0])
+            sequence_id=number, prompt=prompt_of(length, number), slices=even_slices(length, [0])
         )
         await self.cell.reserve(request)
         self.requests.append(request)
-        self.jobs.append(
+        self.steps.append(
             msgspec.structs.replace(
-                job_of([request.chunk()], group, high_priority=high_priority), step_id=number
+                prefill_step([request.chunk()], group, high_priority=high_priority), step_id=number
             )
         )
         return number
@@ -62,7 +62,7 @@ class StepFeed:
     def post(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
         """Send steps to some ranks."""
         for number in numbers:
-            self.cell.submit(self.jobs[number - 1], self.requests[number - 1].prompt, ranks=ranks)
+            self.cell.submit(self.steps[number - 1], self.requests[number - 1].prompt, ranks=ranks)
 
     async def send(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
         """Send steps and wait until the ranks have them."""
@@ -96,7 +96,7 @@ class StepFeed:
         for request, answer in zip(self.requests, answers, strict=True):
             assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
         await self.cell.freed(*(request.sequence_id for request in self.requests))
-        await self.cell.prefilled(*self.cell.jobs)
+        await self.cell.prefilled(*self.cell.steps)
         self.cell.check_idle()
 
 

@@ -117,8 +117,8 @@ class Cell:
             decoded=tokens - generated_tokens > 1,
             first_index=generated_tokens,
         )
-        job = PrefillStep(step_id=sequence_id, group=(0, 1), bounds=(0, 5, 10), chunks=(chunk,))
-        self.gangs["prefill"].notify_all("prefill", pack(job))
+        step = PrefillStep(step_id=sequence_id, group=(0, 1), bounds=(0, 5, 10), chunks=(chunk,))
+        self.gangs["prefill"].notify_all("prefill", pack(step))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The cost of a job, by the spans of its ranks."""
+"""The cost of a step, by the spans of its ranks."""
 
 from __future__ import annotations
 

@@ -108,7 +108,11 @@ class Topology:
 
     def connections(self, kind: str, pid: int | None = None) -> list[Connection]:
         """Return the connections of a kind, those of one process if it is named, with its end
-        first."""
+        first.
+
+        Raises:
+            AssertionError: there is none, so that a fault would hit nothing.
+        """
         found, ends = [], tcp_ends(self._pids)
         by_addresses = {(end.local, end.remote): end for end in ends}
         for end in ends:
@@ -116,17 +120,12 @@ class Topology:
             first = end.pid == pid if pid is not None else other is None or end.local > other.local
             if end.state == ESTABLISHED and other and first and self._kind(end, other) == kind:
                 found.append(Connection((end, other)))
+        assert found, f"there is no {kind} connection"
         return found
 
     def ends(self, kind: str, pid: int | None = None) -> list[SocketEnd]:
-        """Return both ends of the connections of a kind.
-
-        Raises:
-            AssertionError: there is none, so that a fault would hit nothing.
-        """
-        ends = [end for connection in self.connections(kind, pid) for end in connection.ends]
-        assert ends, f"there is no {kind} connection"
-        return ends
+        """Return both ends of the connections of a kind."""
+        return [end for connection in self.connections(kind, pid) for end in connection.ends]
 
     def listeners(self, kind: str, pid: int | None = None) -> list[SocketEnd]:
         """Return the sockets that listen for connections of a kind."""

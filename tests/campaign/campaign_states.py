@@ -23,6 +23,8 @@ STREAMED, STREAM_TOKENS, JUDGED = (60, 500, 1_057, 2_011), 800, 300
 judged."""
 LONG, LONG_TOKENS = 12_000, 8
 """A prompt that is long enough to be hit while it is computed."""
+PADDING = "u" * 2**17
+"""Value of an ignored field, by which a body goes to a parser's process."""
 FILLING = 6_000
 """Tokens of an answer that leaves no slots for the long prompt."""
 CODES = re.compile(r"\b(?:408|413|429|503|504)\b|unavailable|timeout|queue_full")
@@ -47,6 +49,7 @@ def played(state: str, seed: int) -> list[tuple[list[int], int]]:
         "transfer": [streams[0], long],
         "piggybacked": [streams[0], long],
         "queued": [*streams[:2], long],
+        "parsing": [(prompt, LONG_TOKENS) for prompt, _ in streams],
     }
     return prompts[state or "idle"]
 
@@ -117,14 +120,21 @@ class Scene:
         if self._state == "queued":
             for talk in self.talks[:2]:
                 self.leave(talk)
+        if self._state == "parsing":
+            for prompt, count in played(self._state, self._seed):
+                self.ask(prompt, count, user=PADDING)
 
-    def ask(self, prompt: list[int], max_tokens: int, *, known: int | None = None) -> Talk:
+    def ask(
+        self, prompt: list[int], max_tokens: int, *, known: int | None = None, **fields: str
+    ) -> Talk:
         """Begin a stream.
 
         Args:
             known: tokens that are judged, if not all.
+            fields: further ones of the request.
         """
-        return self._run(self._ask(prompt, max_tokens, known))
+        request = {"prompt": prompt, "max_tokens": max_tokens, **fields}
+        return self._run(self._ask(request, known or max_tokens))
 
     def says(self, talk: Talk, tokens: int) -> None:
         """Wait until a stream has so many tokens."""
@@ -149,11 +159,11 @@ class Scene:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(3 * DEADLINE_S)
 
-    async def _ask(self, prompt: list[int], max_tokens: int, known: int | None) -> Talk:
+    async def _ask(self, request: dict[str, Any], known: int) -> Talk:
         if self._client is None:
             self._client = await self._context.__aenter__()
-        talk = Talk({"prompt": prompt, "max_tokens": max_tokens})
-        self.known[id(talk)] = known or max_tokens
+        talk = Talk(request)
+        self.known[id(talk)] = known
         self.talks.append(talk)
         self._reading[id(talk)] = asyncio.create_task(talk.read(self._client))
         return talk

@@ -191,6 +191,8 @@ def _all() -> list[Trial]:
         for fault in ("kill two", "kill during recovery")
         for target, state in TWO
     ]
+    # Of the two parsers, the bodies that come next go to the other one, or wait.
+    trials += [_one(fault, "parser", "parsing", 0, "pair") for fault in faults]
     return trials
 
 

@@ -471,7 +471,7 @@ async def mangled_rpc(seed: int, count: int) -> Findings:
 # --- a gang's log ------------------------------------------------------------------------------
 
 ENTRIES: list[Any] = [
-    log.LogEntry(1, log.Change(0, 1, joined=((7, 5), (8, None)), left=(9,), budget=64)),
+    log.LogEntry(1, log.Change(0, 1, ((7, 5), (8, None)), (9,), 64, iterated=(((0,), 3),))),
     log.LogEntry(2, log.Iterate(0, 1, 8, group=(0, 1))),
     log.LogEntry(3, log.RunQuantum(3, 5, cancelled=(7,))),
     log.LogEntry(4, log.Abort(3)),

@@ -299,7 +299,7 @@ def test_without_measurements_all_is_exact_and_says_why() -> None:
     (choice,) = answer(rules)
     assert choice.loss == 0.0
     assert parse_option(choice.strategy).csa is None
-    assert "exact, as nobody has measured" in choice.reason
+    assert "exact, because nobody has measured" in choice.reason
     fixed = CsaSettings(drop_ratios=((0.9,),), importance_layer="same")
     (choice,) = answer(rules, bounded=False, csa=fixed)
     assert choice.loss is None

@@ -114,8 +114,8 @@ def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Dep
     states_s = {name: seconds(named[name]) for name in STATES}
     assert sum(states_s.values()) == pytest.approx(took_s, abs=within), states_s
     assert seconds([trace.root]) == pytest.approx(took_s, abs=within)
-    for job in named["prefill.compute"]:
-        assert seconds([job]) == pytest.approx(states_s["prefill"], abs=within)
+    for step in named["prefill.compute"]:
+        assert seconds([step]) == pytest.approx(states_s["prefill"], abs=within)
     for rank in named["decode.rank"]:
         assert seconds([rank]) == pytest.approx(states_s["decode"], abs=within)
     (transfer,) = named["transfer"]

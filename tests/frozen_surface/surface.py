@@ -59,7 +59,7 @@ from csps.actors.comm.layout import name_digest
 from csps.actors.timing.timeline import SentBytes
 from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
-from csps.actors.timing.timeline import Event as TimelineEvent
+from csps.actors.timing.timeline import PhaseEvent
 from csps.actors.timing.timeline import Phase
 from csps.actors.timing.timeline import traced_step
 from csps.actors.sampling.token_sampler import BadLogits
@@ -411,7 +411,7 @@ def _record_a_step() -> None:
     clock = StepClock()
     with traced_step(job, clock, SentBytes([0, 0]), rank=0):
         for phase in get_args(Phase):
-            clock.timeline.add(TimelineEvent(phase, 1, 2, layer=1, level=1, micro=1))
+            clock.timeline.add(PhaseEvent(phase, 1, 2, layer=1, level=1, micro=1))
 
 
 def _span_files(recorded: Sequence[ReadableSpan]) -> Json:

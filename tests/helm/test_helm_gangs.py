@@ -80,7 +80,7 @@ def test_deployments_are_those_of_the_application(values: Values) -> None:
     rendered = render(values)
     built = build(Settings.model_validate(rendered.application["args"]))
     router: Any = built._bound_deployment
-    _, _, registry, configurator = router.init_args
+    _, _, registry, configurator, _ = router.init_args
     bound = (built, registry, configurator, *router.init_kwargs["gangs"])
     assert {application._bound_deployment.name for application in bound} == set(demands(rendered))
 

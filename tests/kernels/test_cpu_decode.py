@@ -16,7 +16,7 @@ from property_examples import examples
 from torch import Tensor
 
 from csps.kernels import cpu_attention, cpu_decode
-from csps.kernels.arguments import SlotRun, SlotRuns
+from csps.kernels.arguments import EVERY_SLOT, PART_FIELDS, RowParts, SlotRun, SlotRuns
 from csps.kernels.attention import attention, decode_attention
 from csps.kernels.cpu_decode import DecodeKernel
 
@@ -144,14 +144,15 @@ def test_parts_cover_each_rows_slots_once(case: Case, threads: int) -> None:
     runs = SlotRuns(case.rows, case.runs)
     parts = runs.parts(threads)
     assert [number for own in parts.of_thread for number in own] == list(
-        range(len(parts.parts) // 5)
+        range(len(parts.parts) // PART_FIELDS)
     )
     seen: dict[int, list[int]] = {row: [] for row in range(case.rows)}
     rows_of = [*range(case.rows), *parts.further]
     outputs = []
-    for at in range(0, len(parts.parts), 5):
-        row, out_row, rows, first, end = parts.parts[at : at + 5]
+    for at in range(0, len(parts.parts), PART_FIELDS):
+        row, out_row, rows, first, end, unseen = parts.parts[at : at + PART_FIELDS]
         assert rows == 1
+        assert unseen == EVERY_SLOT
         assert rows_of[out_row] == row
         outputs.append(out_row)
         for run in range(first, end):
@@ -159,6 +160,87 @@ def test_parts_cover_each_rows_slots_once(case: Case, threads: int) -> None:
     assert sorted(outputs) == list(range(parts.rows))
     for row, slots in seen.items():
         assert slots == [s for r, begin, end in runs.runs if r == row for s in range(begin, end)]
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    heads=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 150),
+    first=st.integers(1, 200),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_each_query_sees_one_key_more(
+    heads: Heads, dtype: torch.dtype, rows: int, first: int, threads: int, seed: int
+) -> None:
+    query_heads, kv_heads, dim = heads
+    generator = torch.Generator().manual_seed(seed)
+    keys = first + rows - 1
+    q = torch.randn(rows, query_heads, dim, generator=generator)
+    k, v = (torch.randn(keys + 5, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+    expected = dense_attention(
+        q,
+        k[:keys],
+        v[:keys],
+        q_positions=torch.arange(first - 1, first - 1 + rows),
+        k_positions=torch.arange(keys),
+    )
+    k[keys:] = v[keys:] = torch.nan  # which no query sees
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_decode, "THREAD_BYTES", 1)
+        torch.set_num_threads(threads)
+        try:
+            got = kernel(heads, dtype).attend_staircase(q, k, v, first, dim**-0.5)
+        finally:
+            torch.set_num_threads(before)
+    check(got, expected)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    rows=st.integers(1, 300),
+    first=st.integers(1, 1000),
+    threads=st.integers(1, 4),
+    most=st.integers(1, 40),
+)
+def test_parts_of_a_staircase_share_keys_evenly(
+    rows: int, first: int, threads: int, most: int
+) -> None:
+    parts = RowParts.of_staircase(rows, first, threads=threads, most_rows=most)
+    fields = [parts.parts[at : at + PART_FIELDS] for at in range(0, len(parts.parts), PART_FIELDS)]
+    assert [row for start, _, count, *_ in fields for row in range(start, start + count)] == list(
+        range(rows)
+    )
+    assert max(part[2] for part in fields) == parts.most_rows <= most
+    keys = []
+    for own in parts.of_thread:
+        keys.append(0)
+        for part in own:
+            start, out, count, run, end_run, unseen = fields[part]
+            assert (out, end_run, unseen) == (start, run + 1, first + start)
+            assert list(parts.runs[2 * run : 2 * run + 2]) == [0, first + start + count - 1]
+            keys[-1] += sum(first + row for row in range(start, start + count))
+    assert max(keys) <= sum(keys) / threads + first + rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_causal_attention_of_prepared_heads_is_compiled(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts, and pieces behind their history, in the same cache."""
+    heads, kv_heads, dim = 4, 2, 32
+    compiled = kernel((heads, kv_heads, dim), dtype)
+    monkeypatch.setattr(compiled, "most_queries", 1000)
+    monkeypatch.setattr(cpu_attention, "_flash", None)
+    for history in (0, 70):
+        q = torch.randn(90, heads, dim).to(dtype)
+        k, v = (torch.randn(history + 90, kv_heads, dim).to(dtype) for _ in range(2))
+        positions = range(history, history + 90), range(history + 90)
+        got = attention(q, k, v, q_positions=positions[0], k_positions=positions[1])
+        tensors = [torch.arange(r.start, r.stop) for r in positions]
+        check(got, dense_attention(q, k, v, q_positions=tensors[0], k_positions=tensors[1]))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -170,7 +252,7 @@ def test_threads_have_about_the_same_number_of_tokens(threads: int) -> None:
             sum(
                 parts.runs[2 * run + 1] - parts.runs[2 * run]
                 for part in own
-                for run in range(parts.parts[5 * part + 3], parts.parts[5 * part + 4])
+                for run in range(*parts.parts[PART_FIELDS * part + 3 : PART_FIELDS * part + 5])
             )
             for own in parts.of_thread
         ]

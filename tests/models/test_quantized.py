@@ -368,6 +368,27 @@ def test_mxfp4_is_that_of_transformers(gpt_oss: Path, name: str, dtype: torch.dt
                 assert torch.equal(ours, theirs[index].T[:, wanted.start : wanted.stop])
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_ranks_load_their_part_of_mxfp4_experts(gpt_oss: Path, tp_size: int) -> None:
+    """Bounds of ranks lie inside of groups with one scale: 96 columns in two."""
+    model = Auto.from_pretrained(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
+    gate_up_ehi, down_eih = (
+        model.get_parameter(f"model.layers.0.mlp.experts.{name}_proj")
+        for name in ("gate_up", "down")
+    )
+    for tp_rank in range(tp_size):
+        network = load_network(
+            gpt_oss, tp_rank=tp_rank, tp_size=tp_size, all_reduce=lambda part: part
+        )
+        experts = network.layers[0].weights.experts
+        assert experts is not None
+        own = network.layers[0].shard.expert_intermediate
+        pairs = slice(2 * own.start, 2 * own.stop)
+        assert torch.equal(experts.gate_up, gate_up_ehi[:, :, pairs].mT.flatten(0, 1))
+        assert torch.equal(experts.down, down_eih[:, own.start : own.stop].mT.flatten(0, 1))
+        assert (experts.down_bias is None) == (tp_rank > 0)
+
+
 def test_mxfp4_takes_four_bits_for_a_number(gpt_oss: Path) -> None:
     with open_checkpoint(gpt_oss) as checkpoint:
         stored = checkpoint.weights.find("model.layers.0.mlp.experts.down_proj")

@@ -1143,6 +1143,60 @@ UPDATES = (
     ),
 )
 
+SEEN = "tests/actors/test_windows.py"
+
+WINDOWS = (
+    Fault(
+        name="Members fetch all keys before their rows in layers with a window.",
+        file="actors/attention/near_keys.py",
+        old="        first = max(0, span.start - window + 1)\n",
+        new="        first = 0\n",
+        test=f"{SEEN}::test_only_keys_in_reach_are_sent",
+    ),
+    Fault(
+        name="Ranks are asked for history out of the window.",
+        file="actors/attention/base/history.py",
+        old="        rows = question.rows[: count if spans else 0]\n",
+        new="        rows = question.rows[: max(1, count)]\n",
+        test=f"{SEEN}::test_history_out_of_reach_is_not_asked_for",
+    ),
+    Fault(
+        name="Ranks out of the window are asked while decoding.",
+        file="actors/engine/iteration.py",
+        old="sequence.holders_behind(hidden)",
+        new="sequence.holders",
+        test=f"{SEEN}::test_ranks_out_of_the_window_are_not_asked",
+    ),
+    Fault(
+        name="A decoding row sees one position more than its window.",
+        file="actors/engine/iteration.py",
+        old="sequence.next - self._window\n",
+        new="sequence.next - self._window - 1\n",
+        test=f"{SEEN}::test_ranks_out_of_the_window_are_not_asked",
+    ),
+    Fault(
+        name="A window hides the last key that it should show.",
+        file="kernels/cpu_attention.py",
+        old="visible_keys(q_positions - window, k_positions)",
+        new="visible_keys(q_positions - window + 1, k_positions)",
+        test="tests/kernels/test_attention.py::test_windows",
+    ),
+    Fault(
+        name="Attention sinks are forgotten while decoding.",
+        file="actors/attention/query_exchange.py",
+        old="        merge_sink(out_rhd, lse_rh.T, sinks_h)\n",
+        new="        pass\n",
+        test="tests/actors/test_gangs.py::test_tokens_and_logits_equal_transformers",
+    ),
+    Fault(
+        name="Layers with a window rotate as the others do.",
+        file="models/network/network.py",
+        old="if self.windowed and rotary.windowed is not None:",
+        new="if not self.windowed and rotary.windowed is not None:",
+        test="tests/models/test_network.py::test_logits_are_those_of_transformers",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *SCHEDULER,
     *UNSENT_STEPS,
@@ -1157,4 +1211,5 @@ FAULTS: tuple[Fault, ...] = (
     *RANKS,
     *RANK_GAPS,
     *UPDATES,
+    *WINDOWS,
 )

@@ -20,10 +20,10 @@ from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
     EndOwner,
-    Entry,
     Free,
     Iterate,
     Iterated,
+    LogEntry,
     PlaceSequence,
     RanQuantum,
     RunQuantum,
@@ -95,7 +95,7 @@ class SmallWorld:
 class SmallRank:
     """What a rank knows."""
 
-    queue: deque[Entry] = field(default_factory=deque)
+    queue: deque[LogEntry] = field(default_factory=deque)
     stack: list[list[int]] = field(default_factory=list)
     """Steps that have begun, each with the yield point that it has reached."""
     version: int = 0
@@ -239,12 +239,12 @@ class Explorer:
                 return True
         return False
 
-    def _executed(self, rank: SmallRank, entry: Entry) -> None:
+    def _executed(self, rank: SmallRank, entry: LogEntry) -> None:
         assert rank.last_seq < entry.seq, f"{entry} comes after entry {rank.last_seq}"
         rank.last_seq = entry.seq
         rank.queue.popleft()
 
-    def _meeting(self, entry: Entry) -> tuple[int, ...] | None:
+    def _meeting(self, entry: LogEntry) -> tuple[int, ...] | None:
         match entry.op:
             case RunQuantum(step):
                 return self._steps[step].ranks
@@ -252,7 +252,7 @@ class Explorer:
                 return group or tuple(range(self._world.ranks))
         return None
 
-    def _alone(self, state: State, r: int, entry: Entry) -> None:
+    def _alone(self, state: State, r: int, entry: LogEntry) -> None:
         rank = state.ranks[r]
         match entry.op:
             case Change(_, version, joined, left):
@@ -291,14 +291,14 @@ class Explorer:
     def _needed(self, rank: SmallRank, sequence: int) -> tuple[int, ...]:
         return rank.needed.get(sequence, self._joins[sequence].ranks)
 
-    def _together(self, state: State, entry: Entry, ranks: tuple[int, ...]) -> None:
+    def _together(self, state: State, entry: LogEntry, ranks: tuple[int, ...]) -> None:
         match entry.op:
             case RunQuantum(step, until):
                 self._quantum(state, entry, self._steps[step], until)
             case Iterate(_, version, iterations):
                 self._iterate(state, entry, version, iterations, ranks)
 
-    def _quantum(self, state: State, entry: Entry, step: StepSpec, until: int) -> None:
+    def _quantum(self, state: State, entry: LogEntry, step: StepSpec, until: int) -> None:
         reached = set()
         for r in step.ranks:
             rank = state.ranks[r]
@@ -328,7 +328,7 @@ class Explorer:
         state.reports[step.leader].append(report)
 
     def _iterate(
-        self, state: State, entry: Entry, version: int, iterations: int, ranks: tuple[int, ...]
+        self, state: State, entry: LogEntry, version: int, iterations: int, ranks: tuple[int, ...]
     ) -> None:
         for r in ranks:
             rank = state.ranks[r]

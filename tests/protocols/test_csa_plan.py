@@ -90,7 +90,7 @@ def test_ratios_per_head_are_those_of_the_model() -> None:
         plan.check_kv_heads(4)
 
 
-def job(plan: CsaPlan | None, **fields: Any) -> PrefillStep:
+def step(plan: CsaPlan | None, **fields: Any) -> PrefillStep:
     chunk = PrefillChunk(sequence_id=1, start=0, length=40)
     return PrefillStep(
         **{
@@ -107,7 +107,7 @@ def job(plan: CsaPlan | None, **fields: Any) -> PrefillStep:
 
 def test_a_step_with_a_plan_crosses_the_wire() -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, drop_ratio=0.3, micro_partitions=2)
-    assert schema.unpack(PrefillStep, schema.pack(job(plan))) == job(plan)
+    assert schema.unpack(PrefillStep, schema.pack(step(plan))) == step(plan)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_step_with_a_plan_crosses_the_wire() -> None:
 def test_a_step_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], what: str) -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, micro_partitions=2)
     with pytest.raises(ValueError, match=what):
-        job(plan, **fields).check()
+        step(plan, **fields).check()
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_a_step_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], wh
 )
 def test_chunks_may_be_sparse_but_not_for_decode(chunk: PrefillChunk) -> None:
     plan = uniform_plan(SERVERS, levels=3, layers=8, micro_partitions=2)
-    job(plan, chunks=(chunk,)).check()
+    step(plan, chunks=(chunk,)).check()
     with pytest.raises(ConfigError, match="decode_kept_only requires whole prompts"):
-        job(replace(plan, decode_kept_only=True), chunks=(chunk,)).check()
+        step(replace(plan, decode_kept_only=True), chunks=(chunk,)).check()
 
 
 def test_a_wrong_plan_is_the_senders_mistake() -> None:
-    data = schema.pack(job(CsaPlan(locations=SERVERS, levels=3)))
+    data = schema.pack(step(CsaPlan(locations=SERVERS, levels=3)))
     data["csa"]["levels"] = 5
     with pytest.raises(ProtocolError, match="must be 1 to 3 here"):
         schema.unpack(PrefillStep, data)

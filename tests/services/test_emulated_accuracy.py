@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from strategy_ranks import MakeStrategy, StrategyRanks, assert_near, job_of, strategy_ranks
+from strategy_ranks import MakeStrategy, StrategyRanks, assert_near, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
 from csps.actors.attention.base.engine import Engine
@@ -118,10 +118,10 @@ def test_one_process_computes_what_ranks_compute(
             EmulatedGroup(spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=TOKENS)
         )
     name = "csa" if strategy == "ntp" else "sp_tp"
-    job = job_of(EVEN, [TOKENS], strategy=name, csa=group.plan)
+    step = step_of(EVEN, [TOKENS], strategy=name, csa=group.plan)
     with torch.inference_mode():
-        computed = gang.network.logits(gang.run(job, strategy_of(group))[-1].x_td)
-        dense = gang.network.logits(gang.forwards(job)[0].x_td[EVEN[-2] :])
+        computed = gang.network.logits(gang.run(step, strategy_of(group))[-1].x_td)
+        dense = gang.network.logits(gang.forwards(step)[0].x_td[EVEN[-2] :])
     assert_near(emulated, computed)
     assert_near(exact, dense)
     assert (emulated - exact).abs().max() > 1e-3, "nothing was dropped"

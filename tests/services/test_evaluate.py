@@ -8,11 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from tiny_checkpoints import make_checkpoint
 
 from csps.configurator.regressors.samples import wilson
 from csps.models.needle_prompts.filler import FILLER_KINDS
 from csps.models.needle_prompts.haystack import KINDS, ORDERS, Kind, Order
 from csps.models.needle_prompts.words import count_words
+from csps.models.network.checkpoint_json import UnsupportedModelError
 from csps.services.evaluation import command
 from csps.services.evaluation.answerers import LocalAnswerer, ServerAnswerer, client_of, read
 from csps.services.evaluation.cases import Case, Evaluation, cases
@@ -272,3 +274,11 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert written["evaluation"]["lengths"] == [128, 256]
     assert set(written["results"]["single"]["interval_by_length"]) == {"128", "256"}
     assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_models_with_windows_are_not_run_in_this_process(tmp_path: Path) -> None:
+    """Here every token attends to every earlier one."""
+    path = make_checkpoint(tmp_path, "mistral", sliding_window=8)
+    with pytest.raises(UnsupportedModelError, match="sliding windows"):
+        LocalModel.load(path)
+    assert LocalModel.load(path, overrides={"sliding_window": None}).network.spec.window is None

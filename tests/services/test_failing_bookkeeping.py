@@ -104,13 +104,14 @@ async def test_a_bug_in_the_handling_of_a_report_ends_all_requests(method: str) 
             cell.service.check_health()
 
 
-async def test_a_report_that_is_not_understood_loses_its_gang() -> None:
+@pytest.mark.parametrize("method", ["prefill_done", "tokens", "link_broken", "unheard_of"])
+async def test_a_report_that_is_not_understood_loses_its_gang(method: str) -> None:
     """The gang may be attached again; what it computed is computed again."""
     async with fake_cell() as cell:
         handle = cell.submit()
         await cell.prefilling(handle)
         assert cell.prefill.leader.router is not None
-        cell.prefill.leader.router.notify("prefill_done", {"nonsense": 1})
+        cell.prefill.leader.router.notify(method, {"nonsense": 1})
         await until(lambda: handle.timings.attempts == 2)
         cell.finish(await cell.decoding(handle), 4)
         assert await read(handle) == 4

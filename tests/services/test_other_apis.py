@@ -15,6 +15,8 @@ from agent_server import DEADLINE_S, AgentServer, agent_parser, agent_server
 
 from csps import __version__
 from csps.protocols.core.errors import GangLost, QueueFull
+from csps.services.http import answer as http_answer
+from csps.services.http import api as http_api
 from csps.services.http.request_parser import RequestParser
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -298,6 +300,89 @@ async def test_responses_refuse_by_name(
     )
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(param)
+
+
+# --- progress of a prompt --------------------------------------------------------------------
+
+
+def reports_of(text: str) -> list[dict[str, Any]]:
+    """Return the reports of a stream, which come before anything of the answer."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("data: {"):
+            data = json.loads(line[6:])
+            if "prompt_progress" in data:
+                assert "Yes" not in text[: text.index(line)]
+                found.append(data["prompt_progress"])
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_stream_says_how_far_the_prompt_is(
+    server: AgentServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(http_answer, "PROGRESS_PERIOD_S", 0.01)
+    service = server.service
+    service.gate = asyncio.Event()
+    words = "word " * 40
+    body = ask(messages=[{"role": "user", "content": words}])
+    if path == "/v1/responses":
+        body = {"model": "tiny", "input": words}
+    lines: list[str] = []
+    async with server.client.stream(
+        "POST", path, json={**body, "stream": True, "return_progress": True}
+    ) as answer:
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            seen = len(reports_of("\n".join(lines)))
+            if service.handles and seen == 2:
+                service.handles[0].prefilled_up_to(50)
+            if seen == 4:
+                service.handles[0].prefilled_up_to(20)  # another attempt
+            if seen == 6:
+                service.gate.set()
+    reports = reports_of("\n".join(lines))
+    total = service.specs[0].prompt.size
+    processed = [report["processed"] for report in reports]
+    assert processed == sorted(processed)
+    assert {0, 50} <= set(processed)
+    assert processed[-1] == total == reports[0]["total"]
+    assert reports[-1]["predicted_s"] == 0.0
+
+
+async def test_without_being_asked_a_stream_says_nothing_of_its_prompt(
+    server: AgentServer,
+) -> None:
+    answer = await server.client.post("/v1/messages", json=ask(stream=True))
+    assert "prompt_progress" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("/v1/chat/completions", ": still working"),
+        ("/v1/messages", "event: ping"),
+        ("/v1/responses", "event: response.in_progress"),
+    ],
+)
+async def test_a_silent_stream_is_kept_alive(
+    server: AgentServer, monkeypatch: pytest.MonkeyPatch, path: str, event: str
+) -> None:
+    """By events where clients count events, and otherwise by comments."""
+    monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(http_api.EventStream.__init__, "__kwdefaults__", {
+        **http_api.EventStream.__init__.__kwdefaults__, "heartbeat_s": 0.01,
+    })  # fmt: skip
+    service = server.service
+    service.gate = asyncio.Event()
+    body = {"model": "tiny", "input": "x"} if path == "/v1/responses" else ask()
+    found = 0
+    async with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        async for line in answer.aiter_lines():
+            found += line == event
+            if found == 3:
+                service.gate.set()
+    assert found >= 3
 
 
 # --- the tokenizer ---------------------------------------------------------------------------

@@ -191,16 +191,57 @@ async def test_a_body_that_takes_too_much_memory_is_refused(parser: BodyParser) 
         await pool.close()
 
 
-async def test_a_process_that_dies_is_replaced(pool: ParserPool) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_the_body_of_a_process_that_dies_is_parsed_by_another(
+    pool: ParserPool, number: signal.Signals
+) -> None:
+    """Regression: its client got a 500; after SIGKILL, a 413 for a body of any size."""
     async with paused(pool) as pids:
         parsing = asyncio.ensure_future(pool.parse("completion", completion(**PADDING), b""))
         await until(lambda: any(process._in_call for process in pool._processes))
         for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-    with pytest.raises(RuntimeError, match="ended with status -15"):
-        await parsing
+            os.kill(pid, number)
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await parsing).prompts[0].tokens
     await until_gone(pids)
     await check_parses(pool)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, RuntimeError), (signal.SIGKILL, PayloadTooLarge)]
+)
+async def test_a_body_that_ends_two_processes_is_refused(
+    pool: ParserPool, number: signal.Signals, error: type[Exception]
+) -> None:
+    """The kernel kills what takes the machine's last memory."""
+    parsing = asyncio.ensure_future(pool.parse("completion", completion(**PADDING), b""))
+    killed: set[int | None] = {None}
+
+    async def kill_all() -> None:
+        while not parsing.done():
+            for process in pool._processes:
+                if process._in_call and process.usable is False and process.pid not in killed:
+                    killed.add(process.pid)
+                    os.kill(process.pid, number)
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(DEADLINE_S):
+        await kill_all()
+    with pytest.raises(error):
+        await parsing
+    await check_parses(pool)
+
+
+async def test_a_process_that_stands_still_is_replaced(
+    pool: ParserPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a body waited half a minute for a stopped process, and was refused then."""
+    monkeypatch.setattr(parser_pool, "STUCK_S", 0.1)
+    async with paused(pool) as pids:
+        async with asyncio.timeout(DEADLINE_S):
+            body = completion(**PADDING)
+            assert (await pool.parse("completion", body, b"")).prompts[0].tokens
+        assert set(pids) != set(pool.pids)
 
 
 async def test_processes_end_with_the_pool(parser: BodyParser) -> None:

@@ -24,6 +24,7 @@ from csps.services.launch.deploy_config import read_config
 from csps.services.measured.attention_options import OBJECTIVE_KINDS as KINDS
 from csps.services.measured.attention_options import (
     UNKNOWN,
+    UNTIMED,
     accuracy_folder,
     accuracy_model,
     direct_folder,
@@ -121,7 +122,7 @@ def test_with_profiled_times_a_server_answers_by_what_was_learned_here_and_by_no
     description = direct_folder(made, "ttft") / DESCRIPTION
     description.write_text(description.read_text().replace("torch", "another"))
     caplog.clear()
-    assert predicted_options(settings, accuracy_model(settings)) == UNKNOWN
+    assert predicted_options(settings, accuracy_model(settings)) == UNTIMED
     assert "was trained for torch None, here it is" in caplog.text
 
 

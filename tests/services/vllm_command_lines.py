@@ -97,7 +97,11 @@ LINES = [
         "meta-llama/Llama-3.1-8B-Instruct \\\n    --enable-auto-tool-choice \\\n"
         "    --tool-call-parser llama3_json \\\n"
         "    --chat-template examples/tool_chat_template_llama3.1_json.jinja",
-        refused="--enable-auto-tool-choice: tools are not served",
+        {
+            "tool_format": "llama3",
+            "chat_template": "/examples/tool_chat_template_llama3.1_json.jinja",
+        },
+        without_effect=("--enable-auto-tool-choice",),
     ),
     Line(
         "docs: benchmarking/cli",
@@ -159,7 +163,7 @@ LINES = [
         "ByteDance-Seed/Seed-OSS-36B-Instruct \\\n    --host localhost \\\n    --port 8000 \\\n"
         "    --tensor-parallel-size 8 \\\n    --enable-auto-tool-choice \\\n"
         "    --tool-call-parser seed_oss",
-        refused="--enable-auto-tool-choice: tools are not served",
+        refused="--tool-call-parser: the format 'seed_oss' is not known here",
     ),
     Line(
         "recipes: Qwen/Qwen3-Next",

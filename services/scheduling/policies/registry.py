@@ -1,10 +1,17 @@
-"""The registry makes policies from `scheduling: {policy: NAME, ...}` in `config.yaml`."""
+"""The registry makes policies from `scheduling: {policy: NAME, ...}` in `config.yaml`.
+
+A name with a colon, `my_module:MyPolicy`, is a class of the operator's own. It implements `Policy`,
+is called with its options and those for decoding, and may have these attributes: `Options`, a
+frozen dataclass; `pairings`; `own_way` and `piggybacked`, as in `_Registered`.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from csps.protocols.core.errors import ConfigError, abridged, nearest
@@ -66,12 +73,11 @@ def make_policy(
     Raises:
         ConfigError: an unknown name or option, or a value out of range.
     """
-    if name not in _POLICIES:
-        raise ConfigError(f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}")
-    of_policy, policy, *_ = _POLICIES[name]
+    found = _registered(name)
+    of_policy, policy = found.options, found.policy
     given = dict(options or {})
     decode = _pick(DecodeOptions, given)
-    if decode.prefill_tokens_max and not _POLICIES[name].piggybacked:
+    if decode.prefill_tokens_max and not found.piggybacked:
         supported = ", ".join(
             other for other, registered in _POLICIES.items() if registered.piggybacked
         )
@@ -91,7 +97,7 @@ def own_way(name: str) -> str:
 
     Empty if a request may choose the strategy.
     """
-    return _POLICIES[name].own_way if name in _POLICIES else ""
+    return _registered(name).own_way
 
 
 def check_pairing(name: str, pairing: Pairing) -> None:
@@ -100,10 +106,61 @@ def check_pairing(name: str, pairing: Pairing) -> None:
     Raises:
         ConfigError: it cannot; the message says what each policy needs.
     """
-    if pairing not in _POLICIES[name].pairings:
+    if pairing not in _registered(name).pairings:
         raise ConfigError(f"policy {name} cannot use {_GANGS[pairing]}: {_pairings()}")
 
 
+def _registered(name: str) -> _Registered:
+    """Return a policy of the list, or of the operator's own.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if ":" in name:
+        return _imported(name)
+    if name not in _POLICIES:
+        raise ConfigError(f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}")
+    return _POLICIES[name]
+
+
+@functools.cache
+def _imported(name: str) -> _Registered:
+    """Import a policy named `module:Class`."""
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"policy {abridged(name)}: there is no module {error.name}; it has to be importable, "
+            "for instance from the working directory or PYTHONPATH"
+        ) from None
+    except AttributeError:
+        raise ConfigError(f"policy {abridged(name)}: the module has no such class") from None
+    except Exception as error:
+        # Whatever the operator's code raises, they need the place and not a traceback of ours.
+        raise ConfigError(f"policy {abridged(name)}: importing it failed: {error!r}") from None
+    missing = [part for part in _PARTS if not hasattr(found, part)]
+    if missing:
+        raise ConfigError(f"policy {abridged(name)} has no {', '.join(missing)}")
+    options = getattr(found, "Options", _NoOptions)
+    if not is_dataclass(options):
+        raise ConfigError(f"policy {abridged(name)}: Options is no dataclass")
+    return _Registered(
+        options=options,
+        policy=found,
+        pairings=tuple(getattr(found, "pairings", ("pair",))),
+        own_way=getattr(found, "own_way", ""),
+        piggybacked=getattr(found, "piggybacked", False),
+    )
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    """Options of a policy that has none."""
+
+
+_PARTS = ("name", "priority", "decide", "fits", "whole_prompts", "regroups")
+"""What every policy has, beside the options that it was made with."""
 _GANGS = {"pair": "prefill and decode gangs", "elastic": "an elastic gang"}
 
 

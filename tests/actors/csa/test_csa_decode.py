@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from dense_csa_reference import DenseCsa
-from gang_driver import Request, even_bounds, even_shares, job_of, prompt_of
+from gang_driver import Request, even_bounds, even_slices, prefill_step, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
@@ -150,7 +150,7 @@ def requests_of(*lengths: int, instances: Sequence[int], kept_only: bool = True)
         Request(
             sequence_id=sequence_id,
             prompt=prompt_of(length, sequence_id),
-            slices=even_shares(length, instances),
+            slices=even_slices(length, instances),
             master=instances[-1],
             sampling=SAMPLING,
             kept_only=kept_only,
@@ -163,11 +163,11 @@ async def answers(cell: ThreadCell, requests: Sequence[Request], plan: CsaPlan) 
     for request in requests:
         await cell.reserve(request)
     chunks = [request.chunk() for request in requests]
-    step = job_of(chunks, range(len(plan.locations)), strategy="csa", csa=plan)
+    step = prefill_step(chunks, range(len(plan.locations)), strategy="csa", csa=plan)
     cell.submit(step, np.concatenate([request.prompt for request in requests]))
     await cell.answer(*requests)
     await cell.freed(*(request.sequence_id for request in requests))
-    await cell.prefilled(*cell.jobs)
+    await cell.prefilled(*cell.steps)
     cell.check_idle()
 
 
@@ -303,10 +303,10 @@ async def test_a_request_reserved_for_all_tokens_fails_with_kept_ones_only(model
     async with thread_cell(model, prefill=2, decode=1) as cell:
         cell.failures_expected = True
         await cell.reserve(request)
-        step = job_of([request.chunk()], range(2), strategy="csa", csa=plan_of(2, 2))
+        step = prefill_step([request.chunk()], range(2), strategy="csa", csa=plan_of(2, 2))
         cell.submit(step, request.prompt)
         await cell.until(lambda: cell.about(RequestFailed, sequence_id=request.sequence_id))
         assert {failed.code for failed in cell.about(RequestFailed)} == {"TransferError"}
         cell.cancel(request.sequence_id)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         await cell.idle()

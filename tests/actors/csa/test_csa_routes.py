@@ -20,11 +20,11 @@ Datum = tuple[Kind, int, int, int]
 
 
 def routes_of(case: CsaCase, layer: int = 1) -> Routes:
-    parts = spanning_parts(case.job.chunks, case.bounds)
+    parts = spanning_parts(case.step.chunks, case.bounds)
     ratios = case.schedule.head_ratios(layer)
     counts = HeadCounts(
         kept=tuple(
-            tuple(kept_counts(case.plan, case.job.chunks, part, head) for head in ratios)
+            tuple(kept_counts(case.plan, case.step.chunks, part, head) for head in ratios)
             for part in parts
         ),
         parts=parts,

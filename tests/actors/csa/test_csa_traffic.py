@@ -118,7 +118,7 @@ def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
         assert (clock.hidden == 0) or pipelined
 
 
-def test_every_exchange_of_a_pipelined_job_can_be_drawn(gloo_world: RankWorld) -> None:
+def test_every_exchange_of_a_pipelined_step_can_be_drawn(gloo_world: RankWorld) -> None:
     """Exchanges of a kind are under way together, and end one after the other."""
     case = two_servers(((0.5,), (0.75,)), micro=3)
     clocks = {rank: StepClock(timeline=PhaseTimeline(on=True)) for rank in range(case.members)}

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from dense_csa_reference import DenseCsa
-from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
+from dense_reference import dense_attention
+from strategy_ranks import FAR, NEAR, Forward, StrategyRanks, dense_forward, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
 
-from csps.actors.attention.base.engine import Engine
-from csps.actors.attention.base.group import SpGroup
-from csps.actors.attention.base.levels import DropSchedule
-from csps.actors.attention.csa.strategy import Csa
+from csps.actors.attention.choice import strategy_of
 from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 
 LAYERS = 5
@@ -49,6 +47,24 @@ def gang(model: Path) -> Iterator[StrategyRanks]:
 def parallel_gang(model: Path) -> Iterator[StrategyRanks]:
     """Return instances of two tensor-parallel ranks, which have two KV heads each."""
     with strategy_ranks(model, instances=4, tp=2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def windowed_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
+    """Return instances whose second and fourth layer see nine positions."""
+    model = make_checkpoint(
+        tmp_path_factory.mktemp("windowed"),
+        "qwen2",
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=KV_HEADS,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=[FAR, NEAR, FAR, NEAR, FAR],
+    )
+    with strategy_ranks(model, instances=4) as ranks:
         yield ranks
 
 
@@ -87,6 +103,11 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
     importance: list[Tensor | None] = [None]
 
     def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        if (window := gang.network.spec.window_of(layer)) is not None:
+            at = torch.arange(len(q_thd))
+            return dense_attention(
+                q_thd, k_thd, v_thd, q_positions=at, k_positions=at, window=window
+            )[0]
         dense, scale = oracle(plan, layer), q_thd.shape[2] ** -0.5
         weights = dense.counts(importance[0])
         out_thd, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, scale)
@@ -102,16 +123,9 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> Forward:
     """Check residual stream and KV of every rank; return the brute force's forward pass."""
-
-    def csa(group: SpGroup, engine: Engine) -> Csa:
-        schedule = DropSchedule(
-            plan=plan, layers=LAYERS, kv_heads=engine.kv_heads, total_kv_heads=KV_HEADS
-        )
-        return Csa(group, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
-
-    step = job_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
+    step = step_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
     sparse, exact_short = brute_force(gang, plan), gang.forwards(step)[1]
-    gang.check(step, gang.run(step, csa), [sparse, exact_short])
+    gang.check(step, gang.run(step, strategy_of), [sparse, exact_short])
     return sparse
 
 
@@ -124,8 +138,18 @@ def test_every_layer_is_as_defined(
     check(gang, plan_of(levels, drop_ratio, window, pipelined=pipelined))
 
 
+@pytest.mark.parametrize("window", [ALL_QUERIES, 16])
+@pytest.mark.parametrize(("levels", "drop_ratio"), [(2, 0.5), (3, 0.4)])
+def test_layers_with_a_window_drop_nothing_and_score_nothing(
+    windowed_gang: StrategyRanks, levels: int, drop_ratio: float, window: int
+) -> None:
+    sparse = check(windowed_gang, plan_of(levels, drop_ratio, window))
+    exact = windowed_gang.forwards(step_of(BOUNDS, [LONG, SHORT]))[0]
+    assert (sparse.x_td - exact.x_td).abs().max() > 1e-3, "the third layer drops tokens"
+
+
 def test_nothing_dropped_is_exact(gang: StrategyRanks) -> None:
-    exact = gang.forwards(job_of(BOUNDS, [LONG, SHORT]))[0]
+    exact = gang.forwards(step_of(BOUNDS, [LONG, SHORT]))[0]
     torch.testing.assert_close(check(gang, plan_of(3, 0.0)).x_td, exact.x_td)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_driver import GREEDY, Request, even_slices, prefill_step, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 
@@ -20,7 +20,7 @@ LENGTHS = (40, 67, 1, 30)
 
 def request(sequence_id: int, decode: int) -> Request:
     length = LENGTHS[sequence_id % len(LENGTHS)]
-    slices = even_shares(length, range(decode))
+    slices = even_slices(length, range(decode))
     return Request(
         sequence_id=sequence_id,
         prompt=prompt_of(length, sequence_id),
@@ -51,7 +51,7 @@ async def test_answers_are_the_same_with_small_credits(
         answers = await cell.generate(*requests, group=range(2 // prefill_tp))
         assert answers == expected(tiny_llama, requests)
         await cell.freed(0, 1, 2)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
 
 
@@ -68,7 +68,7 @@ async def test_steps_go_on_while_a_receiver_stores_nothing(tiny_llama: Path) -> 
         assert reservation is not None
         with reservation.lock:
             for sequence in (stuck, *others):
-                cell.submit(job_of([sequence.chunk()], [0, 1]), sequence.prompt)
+                cell.submit(prefill_step([sequence.chunk()], [0, 1]), sequence.prompt)
             await cell.until(
                 lambda: all(cell.tokens(request.sequence_id) for request in (stuck, *others))
             )
@@ -77,7 +77,7 @@ async def test_steps_go_on_while_a_receiver_stores_nothing(tiny_llama: Path) -> 
             cell.cancel(stuck.sequence_id)
             await cell.prefill.stats()  # answered after the cancellation
         assert await cell.answer(*others) == expected(tiny_llama, others)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         await cell.freed(*range(4))
         cell.check_idle()
         sent = sum(rank._kv_link._sender.connection.bytes_sent for rank in cell.prefill_gang.ranks)  # type: ignore[union-attr]
@@ -94,13 +94,15 @@ async def test_requests_are_cancelled_during_their_transfer(tiny_llama: Path, se
         for sequence in requests:
             await cell.reserve(sequence)
         for sequence in requests:
-            cell.submit(job_of([sequence.chunk()], rng.permutation(2).tolist()), sequence.prompt)
+            cell.submit(
+                prefill_step([sequence.chunk()], rng.permutation(2).tolist()), sequence.prompt
+            )
             if sequence.sequence_id in cancelled and rng.random() < 0.7:
                 await cell.until(lambda sequence_id=sequence.sequence_id: cell.tokens(sequence_id))  # type: ignore[misc]
             if sequence.sequence_id in cancelled:
                 cell.cancel(sequence.sequence_id)
         kept = [sequence for sequence in requests if sequence.sequence_id not in cancelled]
         assert await cell.answer(*kept) == expected(tiny_llama, kept)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         await cell.freed(*range(8))
         cell.check_idle()

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from gang_driver import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_driver import GREEDY, Request, even_slices, prefill_step, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 
@@ -22,7 +22,7 @@ FIRST, LENGTH = 30, 70
 
 
 def request(sequence_id: int, decode: int = 2) -> Request:
-    slices = even_shares(LENGTH, range(decode))
+    slices = even_slices(LENGTH, range(decode))
     return Request(
         sequence_id=sequence_id,
         prompt=prompt_of(LENGTH, sequence_id),
@@ -34,7 +34,7 @@ def request(sequence_id: int, decode: int = 2) -> Request:
 def begin(cell: ThreadCell, request: Request) -> int:
     """Submit the first chunk of a request, on one of two ranks."""
     return cell.submit(
-        job_of([request.chunk(0, FIRST)], [request.sequence_id % 2]), request.prompt[:FIRST]
+        prefill_step([request.chunk(0, FIRST)], [request.sequence_id % 2]), request.prompt[:FIRST]
     )
 
 
@@ -42,7 +42,7 @@ def go_on(cell: ThreadCell, request: Request) -> int:
     """Submit the second chunk of a request, on both ranks."""
     history = (KvSlice(request.sequence_id % 2, 0, FIRST),)
     chunk = request.chunk(FIRST, LENGTH, history=history)
-    return cell.submit(job_of([chunk], [0, 1]), request.prompt[FIRST:])
+    return cell.submit(prefill_step([chunk], [0, 1]), request.prompt[FIRST:])
 
 
 def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
@@ -55,7 +55,7 @@ async def whole(cell: ThreadCell, model: Path, requests: Sequence[Request]) -> N
     """Check that all requests are answered and nothing is left."""
     assert await cell.answer(*requests) == expected(model, requests)
     await cell.freed(*(request.sequence_id for request in requests))
-    await cell.prefilled(*cell.jobs)
+    await cell.prefilled(*cell.steps)
     cell.check_idle()
 
 
@@ -104,7 +104,7 @@ async def test_a_sequence_cancelled_between_chunks_frees_its_slot(
             await cell.reserve(sequence)
         begin(cell, holder)
         await eventually(lambda: not slots_of_ranks(cell)[0]._backends.free)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         begin(cell, other)
         go_on(cell, other)
         await cell.until(lambda: cell.tokens(other.sequence_id))

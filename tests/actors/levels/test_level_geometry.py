@@ -15,7 +15,7 @@ from csps.protocols.gang.step_messages import PrefillChunk
 
 
 def geometry_of(case: CsaCase) -> LevelGeometry:
-    parts = spanning_parts(case.job.chunks, case.bounds)
+    parts = spanning_parts(case.step.chunks, case.bounds)
     return LevelGeometry(parts=parts, levels=case.plan.segments(), nested=case.plan.nested)
 
 
@@ -98,7 +98,7 @@ def test_level_one_is_local_unless_it_is_the_only_one(levels: int) -> None:
 @settings(max_examples=examples(50))
 @given(case=cases())
 def test_parts_and_local_chunks_cover_the_batch(case: CsaCase) -> None:
-    spread = sum(part.length for part in spanning_parts(case.job.chunks, case.bounds))
+    spread = sum(part.length for part in spanning_parts(case.step.chunks, case.bounds))
     ends = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
     whole = sum(
         stop - start

@@ -45,19 +45,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         })  # fmt: skip
         if number == 2:
             below = trace_context.trace.set_span_in_context(request)
-            job = rank.get_tracer("t").start_span(
+            step = rank.get_tracer("t").start_span(
                 "prefill.compute", context=below, start_time=begin + 25 * MS
             )
-            in_job = trace_context.trace.set_span_in_context(job)
+            in_step = trace_context.trace.set_span_in_context(step)
             for layer in range(4):
                 at = begin + (25 + 10 * layer) * MS
                 rank.get_tracer("t").start_span(
                     "prefill.attention",
-                    context=in_job,
+                    context=in_step,
                     start_time=at,
                     attributes={"csps.phase": "attention", "csps.layer": layer},
                 ).end(at + 5 * MS)
-            job.end(begin + 75 * MS)
+            step.end(begin + 75 * MS)
         else:
             request.set_attribute("error.type", "queue_full")
         request.end(begin + 100 * MS)
@@ -83,16 +83,16 @@ def test_the_list_has_a_line_a_request(folder: Path, capsys: pytest.CaptureFixtu
 
 def test_a_waterfall_has_a_bar_where_the_time_went(written: list[Trace]) -> None:
     text = waterfall(written[-1], columns=140)
-    title, request, job, phases = text.splitlines()
+    title, request, step, phases = text.splitlines()
     assert "request-2" in title
     assert "200 prompt" in title
     assert request.startswith("router         llm_request")
-    assert job.startswith("prefill 1        prefill.compute")
-    assert "50.0 ms" in job
+    assert step.startswith("prefill 1        prefill.compute")
+    assert "50.0 ms" in step
     assert "prefill.attention x4" in phases
     assert "20.0 ms" in phases
     width = len(request) - request.index("█")
-    bar = job[len(request) - width :]
+    bar = step[len(request) - width :]
     # A column is about 1 ms: from 25 to 75 of 100 ms.
     assert bar.count(" ") == pytest.approx(0.25 * width, abs=2)
     assert bar.count("█") == pytest.approx(0.5 * width, abs=2)
@@ -117,10 +117,10 @@ def test_requests_of_one_trace_are_separate(
         request = router.get_tracer("t").start_span("llm_request", context=context)
         request.set_attribute("gen_ai.request.id", name)
         below = trace_context.trace.set_span_in_context(request)
-        job = rank.get_tracer("t").start_span("prefill.compute", context=below)
-        below = trace_context.trace.set_span_in_context(job)
+        step = rank.get_tracer("t").start_span("prefill.compute", context=below)
+        below = trace_context.trace.set_span_in_context(step)
         rank.get_tracer("t").start_span(f"of the {name}", context=below).end()
-        job.end()
+        step.end()
         request.end()
     router.shutdown()
     rank.shutdown()

@@ -64,13 +64,13 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written
     provider.shutdown()
 
 
-def _run_job(carrier: dict[str, str], *, rank: int = 0) -> StepClock:
+def _run_step(carrier: dict[str, str], *, rank: int = 0) -> StepClock:
     """Run a step that does what EVENTS say, if anybody listens."""
-    job = PrefillStep(step_id=3, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=carrier)
+    step = PrefillStep(step_id=3, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=carrier)
     clock, bytes_sent = StepClock(), [7, 7]
-    timeline = clock.timeline  # as a strategy keeps it from before the job begins
+    timeline = clock.timeline  # as a strategy keeps it from before the step begins
     sent = SentBytes(bytes_sent)
-    with engine_export.traced_step(job, clock, sent, rank=rank):
+    with engine_export.traced_step(step, clock, sent, rank=rank):
         for event in EVENTS:
             timeline.add(event)
         bytes_sent[1 - rank] += 1000
@@ -80,11 +80,11 @@ def _run_job(carrier: dict[str, str], *, rank: int = 0) -> StepClock:
 
 
 def test_phases_are_children_of_their_step_in_the_requests_trace(written: Written) -> None:
-    _run_job(TIMELINE)
-    job, *phases = sorted(written.spans, key=lambda span: span.is_phase)
-    assert job.name == "prefill.compute"
-    assert {span.trace_id for span in (job, *phases)} == {TRACE_ID}
-    assert {span.parent_id for span in phases} == {job.span_id}
+    _run_step(TIMELINE)
+    step, *phases = sorted(written.spans, key=lambda span: span.is_phase)
+    assert step.name == "prefill.compute"
+    assert {span.trace_id for span in (step, *phases)} == {TRACE_ID}
+    assert {span.parent_id for span in phases} == {step.span_id}
     assert [span.name for span in phases] == [f"prefill.{event.name}" for event in EVENTS]
     assert [(phase.start_ns, phase.end_ns) for phase in phases] == [
         (e.start_ns, e.end_ns) for e in EVENTS
@@ -95,7 +95,7 @@ def test_phases_are_children_of_their_step_in_the_requests_trace(written: Writte
 def test_nothing_is_recorded_of_a_step_that_is_not_sampled(
     carrier: dict[str, str], written: Written
 ) -> None:
-    clock = _run_job(carrier)
+    clock = _run_step(carrier)
     assert not clock.timeline.on
     assert clock.timeline.events == []
     assert written.spans == []
@@ -106,7 +106,7 @@ def test_an_untraced_step_inside_a_traced_one_records_nothing(written: Written) 
     outer = PrefillStep(step_id=2, group=(0, 1), bounds=(0, 2, 4), chunks=(), trace=TIMELINE)
     sent = SentBytes([7, 7])
     with engine_export.traced_step(outer, StepClock(), sent, rank=0):
-        inner = _run_job({})
+        inner = _run_step({})
     assert not inner.timeline.on
     (span,) = written.spans
     assert span.attributes["csps.bytes_sent"] == [0, 0]
@@ -116,19 +116,19 @@ def test_an_untraced_step_inside_a_traced_one_records_nothing(written: Written) 
 def test_a_trace_without_a_timeline_has_only_the_steps_costs(
     state: dict[str, str], written: Written
 ) -> None:
-    clock = _run_job({**SAMPLED, **state})
+    clock = _run_step({**SAMPLED, **state})
     assert (clock.timeline.on, clock.timeline.events) == (False, [])
-    (job,) = written.spans
-    assert job.name == "prefill.compute"
-    assert job.attributes["csps.bytes_sent"] == [10, 1000]
+    (step,) = written.spans
+    assert step.name == "prefill.compute"
+    assert step.attributes["csps.bytes_sent"] == [10, 1000]
 
 
 def test_a_step_that_fails_records_the_error(written: Written) -> None:
-    job = PrefillStep(step_id=3, group=(0,), bounds=(0, 2), chunks=(), trace=SAMPLED)
+    step = PrefillStep(step_id=3, group=(0,), bounds=(0, 2), chunks=(), trace=SAMPLED)
     sent = SentBytes([7, 7])
     with (
         pytest.raises(KeyError),
-        engine_export.traced_step(job, StepClock(), sent, rank=0),
+        engine_export.traced_step(step, StepClock(), sent, rank=0),
     ):
         raise KeyError("no such layer")
     (span,) = written.spans
@@ -136,8 +136,8 @@ def test_a_step_that_fails_records_the_error(written: Written) -> None:
 
 
 def test_the_timeline_has_the_phases_of_both_ranks(written: Written) -> None:
-    _run_job(TIMELINE, rank=0)
-    _run_job(TIMELINE, rank=1)
+    _run_step(TIMELINE, rank=0)
+    _run_step(TIMELINE, rank=1)
     events = json.loads(json.dumps(trace_events(written.trace)))
     rows = by_row(events)
     assert {process for process, _ in rows} == {"prefill rank 0", "prefill rank 1"}

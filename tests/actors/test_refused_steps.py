@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gang_driver import GREEDY, Cell, Request, even_shares, job_of, laid_out, prompt_of
+from gang_driver import GREEDY, Cell, Request, even_slices, laid_out, prefill_step, prompt_of
 from gang_threads import elastic_cell, thread_cell
 from greedy_reference import greedy_tokens
 
@@ -32,7 +32,7 @@ CONTIGUOUS = (
 
 def request(sequence_id: int) -> Request:
     return Request(
-        sequence_id=sequence_id, prompt=prompt_of(40, sequence_id), slices=even_shares(40, [0])
+        sequence_id=sequence_id, prompt=prompt_of(40, sequence_id), slices=even_slices(40, [0])
     )
 
 
@@ -47,13 +47,19 @@ def bad_steps(request: Request) -> list[tuple[PrefillStep, str]]:
     chunks = [request.chunk()]
     striped = [request.chunk(rows=laid_out("striped", 0, 40, GROUP))]
     return [
-        (job_of(chunks, GROUP, strategy="ulises"), UNKNOWN),
-        (job_of(chunks, GROUP, strategy="ulysses", csa=plan(0.5)), NO_PLAN),
-        (job_of(chunks, GROUP, strategy="gathered_weights", csa=plan(0.5)), "is exact and takes"),
-        (job_of(chunks, GROUP, strategy="csa", csa=plan(0.5, 0.5, 0.5)), RATIOS),
-        (job_of(chunks, GROUP, strategy="sp_tp", csa=plan(0.5, 0.5, 0.5)), RATIOS),
-        (job_of(striped, GROUP, strategy="csa", csa=plan(0.5)), f"strategy 'csa' {CONTIGUOUS}"),
-        (job_of(striped, GROUP, strategy="sp_tp"), f"strategy 'sp_tp' {CONTIGUOUS}"),
+        (prefill_step(chunks, GROUP, strategy="ulises"), UNKNOWN),
+        (prefill_step(chunks, GROUP, strategy="ulysses", csa=plan(0.5)), NO_PLAN),
+        (
+            prefill_step(chunks, GROUP, strategy="gathered_weights", csa=plan(0.5)),
+            "is exact and takes",
+        ),
+        (prefill_step(chunks, GROUP, strategy="csa", csa=plan(0.5, 0.5, 0.5)), RATIOS),
+        (prefill_step(chunks, GROUP, strategy="sp_tp", csa=plan(0.5, 0.5, 0.5)), RATIOS),
+        (
+            prefill_step(striped, GROUP, strategy="csa", csa=plan(0.5)),
+            f"strategy 'csa' {CONTIGUOUS}",
+        ),
+        (prefill_step(striped, GROUP, strategy="sp_tp"), f"strategy 'sp_tp' {CONTIGUOUS}"),
     ]
 
 
@@ -72,7 +78,7 @@ async def test_an_elastic_gang_refuses_to_drop_tokens(tiny_llama: Path) -> None:
     async with elastic_cell(tiny_llama, 2) as cell:
         cell.failures_expected = True
         sequence = request(1)
-        step = job_of(
+        step = prefill_step(
             [sequence.chunk()], GROUP, strategy="csa", csa=replace(plan(0.5), decode_kept_only=True)
         )
         await check_asked(cell, step, "an elastic gang decodes without a transfer")
@@ -108,5 +114,5 @@ async def check_serves(cell: Cell, model: Path) -> None:
     answers = await cell.generate(sequence, group=GROUP)
     assert answers == [greedy_tokens(model, sequence.prompt.tolist(), GREEDY.max_tokens)]
     await cell.freed(99)
-    await cell.prefilled(max(cell.jobs))
+    await cell.prefilled(max(cell.steps))
     assert await cell.used_slots() == {0}

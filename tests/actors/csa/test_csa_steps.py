@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_driver import ANSWER_S, Cell, Request, even_shares, job_of, prompt_of
+from gang_driver import ANSWER_S, Cell, Request, even_slices, prefill_step, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
@@ -39,7 +39,7 @@ async def prefill(cell: Cell, requests: Sequence[Request], csa: CsaPlan) -> None
         await cell.reserve(request)
     chunks = [request.chunk() for request in requests]
     group = range(len(csa.locations))
-    step = job_of(chunks, group, strategy="csa", csa=csa)
+    step = prefill_step(chunks, group, strategy="csa", csa=csa)
     cell.submit(step, np.concatenate([request.prompt for request in requests]))
 
 
@@ -51,7 +51,7 @@ async def test_tokens_are_transformers_when_nothing_is_dropped(
 ) -> None:
     prompts = [prompt_of(length, seed) for seed, length in enumerate((67, 1, 30))]
     requests = [
-        Request(sequence_id=sequence_id, prompt=prompt, slices=even_shares(len(prompt), [0]))
+        Request(sequence_id=sequence_id, prompt=prompt, slices=even_slices(len(prompt), [0]))
         for sequence_id, prompt in enumerate(prompts)
     ]
     async with thread_cell(tiny_llama, prefill=members, prefill_tp=tp, decode=1) as cell:
@@ -59,7 +59,7 @@ async def test_tokens_are_transformers_when_nothing_is_dropped(
         answers = await cell.answer(*requests)
         assert answers == [greedy_tokens(tiny_llama, prompt.tolist(), 6) for prompt in prompts]
         await cell.freed(*range(len(requests)))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
 
 
@@ -67,24 +67,24 @@ async def test_dropping_leaves_the_kv_cache_whole(tmp_path: Path) -> None:
     """Decode finds all tokens of the prompt, and frees all slots."""
     # Neither of the tiny model's two layers drops anything.
     model = make_checkpoint(tmp_path, num_hidden_layers=LAYERS)
-    request = Request(sequence_id=1, prompt=prompt_of(80), slices=even_shares(80, [0, 1]))
+    request = Request(sequence_id=1, prompt=prompt_of(80), slices=even_slices(80, [0, 1]))
     # Plain gloo measures how long exchanges took.
     async with thread_cell(model, prefill=4, decode=2, data_group=None) as cell:
         await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))
         (answer,) = await cell.answer(request)
         assert len(answer) == request.sampling.max_tokens
         await cell.freed(1)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
         assert all(done.exchange_s > 0 for done in cell.about(PrefillDone))
 
 
-async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None:
+async def test_steps_of_several_plans_follow_each_other(tiny_llama: Path) -> None:
     requests = [
         Request(
             sequence_id=sequence_id,
             prompt=prompt_of(40 + sequence_id, sequence_id),
-            slices=even_shares(40 + sequence_id, [0]),
+            slices=even_slices(40 + sequence_id, [0]),
         )
         for sequence_id in range(4)
     ]
@@ -97,7 +97,7 @@ async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None
             greedy_tokens(tiny_llama, request.prompt.tolist(), 6) for request in requests
         ]
         await cell.freed(*range(4))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
 
 
@@ -131,7 +131,7 @@ async def test_high_priority_steps_of_one_rank_run_inside_a_layer(
         Request(
             sequence_id=sequence_id,
             prompt=prompt_of(length, sequence_id),
-            slices=even_shares(length, [0]),
+            slices=even_slices(length, [0]),
         )
         for sequence_id, length in enumerate(lengths)
     )
@@ -141,7 +141,7 @@ async def test_high_priority_steps_of_one_rank_run_inside_a_layer(
             assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         for rank, request in enumerate(high_priority):
             await cell.reserve(request)
-            cell.submit(job_of([request.chunk()], [rank], high_priority=True), request.prompt)
+            cell.submit(prefill_step([request.chunk()], [rank], high_priority=True), request.prompt)
         await cell.prefill.stats()  # all have arrived
         doors.second.set()
         await cell.until(
@@ -154,20 +154,20 @@ async def test_high_priority_steps_of_one_rank_run_inside_a_layer(
             for request in (long, *high_priority)
         ]
         await cell.freed(*range(len(lengths)))
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         cell.check_idle()
-        (step_id, *_) = cell.jobs
+        (step_id, *_) = cell.steps
         assert all(done.yielded_s > 0 for done in cell.about(PrefillDone, step_id=step_id))
 
 
 async def test_a_cancelled_step_leaves_neither_slots_nor_threads(tiny_llama: Path) -> None:
     before = set(threading.enumerate())
-    request = Request(sequence_id=1, prompt=prompt_of(400), slices=even_shares(400, [0]))
+    request = Request(sequence_id=1, prompt=prompt_of(400), slices=even_slices(400, [0]))
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
         cell.failures_expected = True
         await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))
         cell.cancel(1)
-        await cell.prefilled(*cell.jobs)
+        await cell.prefilled(*cell.steps)
         await cell.idle()
     waiting = {thread for thread in threading.enumerate() if thread.name == "waiting"}
     for thread in waiting - before:

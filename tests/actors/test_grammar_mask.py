@@ -1,0 +1,177 @@
+"""Answers under a grammar are sampled as it allows, and alike wherever their sampling goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import make_tokenizer
+
+from csps.actors.sampling.batch_sampler import Sample, sample_batch
+from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
+from csps.models.tokenizers.grammar import Grammars, json_grammar, regex_grammar
+from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.gang.messages import SamplerInputs, Sampling
+from csps.protocols.rpc.schema import encode
+
+VOCAB = 272
+END = 257
+LONGEST = 3000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grammars(folder: Path) -> Grammars:
+    return Grammars(folder, VOCAB)
+
+
+def logits_of(seed: int, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000_003 * seed + index)
+    return 2 * torch.randn(1, VOCAB, generator=generator)
+
+
+def sampled(sampler: TokenSampler, seed: int, index: int) -> Sample:
+    (sample,) = sample_batch([sampler], logits_of(seed, index), [index])
+    assert isinstance(sample, Sample), sample
+    return sample
+
+
+def schemas(count: int) -> Iterator[dict[str, Any]]:
+    """Yield schemas of many shapes that bound every length."""
+    drawn = random.Random(5)
+
+    def value(depth: int) -> dict[str, Any]:
+        leaves: list[dict[str, Any]] = [
+            {"type": "boolean"},
+            {"type": "null"},
+            {"enum": ["red", "né", 'q"q', 7, None]},
+            {"const": {"k": [1, "x"]}},
+            {"type": "integer", "minimum": -50, "maximum": drawn.randint(0, 5000)},
+            {"type": "string", "maxLength": drawn.randint(0, 9)},
+            {"type": "string", "pattern": "^[a-f]{1,4}(-[0-9]{2})?$"},
+            {"type": "string", "format": "date"},
+        ]
+        inner = [
+            lambda: {
+                "type": "array",
+                "items": value(depth - 1),
+                "minItems": drawn.randint(0, 1),
+                "maxItems": drawn.randint(1, 3),
+            },
+            lambda: {"anyOf": [value(depth - 1), value(depth - 1)]},
+            lambda: record(depth - 1),
+        ]
+        if depth and drawn.random() < 0.6:
+            return drawn.choice(inner)()
+        return drawn.choice(leaves)
+
+    def record(depth: int) -> dict[str, Any]:
+        names = [f"f{number}" for number in range(drawn.randint(1, 4))]
+        return {
+            "type": "object",
+            "properties": {name: value(depth) for name in names},
+            "required": names[: drawn.randint(0, len(names))],
+            "additionalProperties": False,
+        }
+
+    for _ in range(count):
+        yield record(2)
+
+
+def check_answers(grammars: Grammars, tokenizer: Tokenizer, *, kinds: int, answers: int) -> None:
+    """Check random answers, each of which another rank goes on with somewhere."""
+    for number, schema in enumerate(schemas(kinds)):
+        grammar = json_grammar(schema)
+        for answer in range(answers):
+            seed = answers * number + answer
+            sampling = Sampling(
+                seed=seed, max_tokens=LONGEST, stop_token_ids=(END,), grammar=grammar
+            )
+            sampler, tokens = TokenSampler(sampling, VOCAB, grammars=grammars), list[int]()
+            moved_at = seed % 13
+            while True:
+                index = len(tokens)
+                if index == moved_at:
+                    packed = encode(
+                        SamplerInputs(
+                            sampling=sampling, generated_tokens=np.array(tokens, "<i4").tobytes()
+                        )
+                    )
+                    sampler = sampler_of(packed, VOCAB, grammars)
+                sample = sampled(sampler, seed, index)
+                if sample.finish_reason == "stop":
+                    break
+                assert sample.finish_reason is None, f"cut: {schema}"
+                tokens.append(sample.token)
+            jsonschema.validate(json.loads(tokenizer.decode(tokens)), schema)
+
+
+def test_random_answers_validate_although_their_sampling_moves(
+    grammars: Grammars, folder: Path
+) -> None:
+    check_answers(grammars, Tokenizer(folder), kinds=10, answers=3)
+
+
+@pytest.mark.slow
+def test_a_thousand_answers_under_fifty_schemas_validate(grammars: Grammars, folder: Path) -> None:
+    check_answers(grammars, Tokenizer(folder), kinds=50, answers=20)
+
+
+def test_a_move_goes_on_with_the_tokens_that_an_undisturbed_answer_has(grammars: Grammars) -> None:
+    sampling = Sampling(seed=3, max_tokens=99, grammar=regex_grammar("([a-f][0-9]?x){1,99}"))
+    whole = TokenSampler(sampling, VOCAB, grammars=grammars)
+    tokens = [sampled(whole, 1, index).token for index in range(30)]
+    for at in (1, 7, 29):
+        moved = TokenSampler(sampling, VOCAB, grammars=grammars)
+        moved.catch_up(tokens[:at])
+        moved.catch_up(tokens[:at])  # what it has counted already, it does not count again
+        assert [sampled(moved, 1, index).token for index in range(at, 30)] == tokens[at:]
+
+
+def test_a_row_without_a_grammar_is_sampled_as_if_it_were_alone(grammars: Grammars) -> None:
+    free, bound = Sampling(seed=4), Sampling(seed=5, grammar=regex_grammar("[a-c]{9}"))
+    alone = TokenSampler(free, VOCAB)
+    pair = [TokenSampler(free, VOCAB), TokenSampler(bound, VOCAB, grammars=grammars)]
+    for index in range(5):
+        logits = torch.cat([logits_of(1, index), logits_of(2, index)])
+        first, second = sample_batch(pair, logits, [index, index])
+        assert isinstance(first, Sample)
+        assert isinstance(second, Sample)
+        assert first.token == sampled(alone, 1, index).token
+        assert ord("a") - 33 <= second.token <= ord("c") - 33
+
+
+def test_a_grammar_that_allows_no_token_fails_its_own_row(grammars: Grammars) -> None:
+    """Here the answer is complete, and the request has no token that ends it."""
+    sampler = TokenSampler(Sampling(grammar=regex_grammar("a")), VOCAB, grammars=grammars)
+    token = sampled(sampler, 1, 0).token
+    failed, fine = sample_batch(
+        [sampler, TokenSampler(Sampling(), VOCAB)], logits_of(1, 1).repeat(2, 1), [1, 1]
+    )
+    assert token == ord("a") - 33
+    assert isinstance(failed, InvalidRequest)
+    assert isinstance(fine, Sample)
+
+
+def test_allowed_tokens_and_bad_words(grammars: Grammars) -> None:
+    sampling = Sampling(allowed_token_ids=(5, 6, 7), bad_words=((5, 6), (7,)), max_tokens=999)
+    sampler, tokens = TokenSampler(sampling, VOCAB), list[int]()
+    for index in range(60):
+        tokens.append(sampled(sampler, 9, index).token)
+    assert set(tokens) == {5, 6}
+    assert (5, 6) not in set(pairwise(tokens))
