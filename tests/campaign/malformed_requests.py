@@ -123,6 +123,7 @@ BOTH: dict[str, Any] = {
     },
 }
 COMPLETION: dict[str, Any] = {
+    "max_tokens": 2,
     "prompt": "The quick brown fox",
     "logprobs": 2,
     "best_of": 1,
@@ -130,6 +131,7 @@ COMPLETION: dict[str, Any] = {
     "suffix": "",
 } | BOTH
 CHAT: dict[str, Any] = {
+    "max_tokens": 2,
     "messages": [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hello"}], "name": "me"},
@@ -145,17 +147,61 @@ CHAT: dict[str, Any] = {
     "metadata": {"a": "b"},
     "add_generation_prompt": True,
 } | BOTH
-NEEDED = {"model", "prompt", "messages", "max_tokens"}
+MESSAGES: dict[str, Any] = {
+    "max_tokens": 2,
+    "messages": CHAT["messages"][1:],
+    "system": [{"type": "text", "text": "Be brief."}],
+    "stream": True,
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.9,
+    "metadata": {"user_id": "me"},
+    "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "disabled"},
+    "csps": BOTH["csps"],
+}
+RESPONSES: dict[str, Any] = {
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
+    "instructions": "Be brief.",
+    "max_output_tokens": 2,
+    "stream": True,
+    "store": False,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "tools": [],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": "low"},
+    "metadata": {"a": "b"},
+    "truncation": "disabled",
+}
+TOKENIZE: dict[str, Any] = {"prompt": "The fox", "add_special_tokens": True,
+                            "messages": CHAT["messages"], "return_token_strs": True}  # fmt: skip
+DETOKENIZE: dict[str, Any] = {"tokens": [1, 2, 3]}
+LIMITS = {"max_tokens", "max_output_tokens"}
+"""Fields without which an answer may be long."""
+NEEDED = {"model", "prompt", "messages", "input", "tokens", "max_tokens", "max_output_tokens"}
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/responses": RESPONSES,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}
+"""Fields of the bodies of each endpoint."""
 
 
 @st.composite
 def fields(draw: st.DrawFn, model: str, all_fields: dict[str, Any]) -> dict[str, Any]:
     """Draw a valid body or nearly one, with some of the fields."""
     optional = sorted(all_fields.keys() - NEEDED)
-    kept = draw(st.sets(st.sampled_from(optional), max_size=4)) | (all_fields.keys() & NEEDED)
-    body = {"model": model, "max_tokens": 2} | {
-        name: all_fields[name] for name in all_fields if name in kept
-    }
+    some = st.sets(st.sampled_from(optional), max_size=4) if optional else st.just(set())
+    kept = draw(some) | (all_fields.keys() & NEEDED)
+    body = {"model": model} | {name: all_fields[name] for name in all_fields if name in kept}
     copied: dict[str, Any] = json.loads(json.dumps(body))
     return copied
 
@@ -175,7 +221,9 @@ def spoiled(draw: st.DrawFn, model: str, all_fields: dict[str, Any]) -> str:
     """Draw the text of a body in which values were replaced, removed, added or doubled."""
     body = draw(fields(model, all_fields))
     for _ in range(draw(st.integers(0, 3))):
-        container, key = draw(st.sampled_from(_places(body)))
+        if not (places := _places(body)):
+            break
+        container, key = draw(st.sampled_from(places))
         match draw(st.sampled_from(["replace", "replace", "wrap", "add", "remove", "many"])):
             case "replace":
                 container[key] = draw(anything)
@@ -183,13 +231,13 @@ def spoiled(draw: st.DrawFn, model: str, all_fields: dict[str, Any]) -> str:
                 container[key] = [container[key]]
             case "add" if isinstance(container, dict):
                 container[draw(texts)] = draw(anything)
-            case "remove" if key != "max_tokens" and isinstance(container, dict):
+            case "remove" if key not in LIMITS and isinstance(container, dict):
                 del container[key]
             case "many":
                 container[key] = [container[key]] * draw(st.sampled_from([0, 2, 17, 1025]))
     text = _rendered(body)
-    if draw(st.booleans()) and len(body) > 1:  # a field given twice
-        name = draw(st.sampled_from(sorted(body.keys() - {"max_tokens"})))
+    if (names := sorted(body.keys() - LIMITS)) and draw(st.booleans()):  # a field given twice
+        name = draw(st.sampled_from(names))
         text = text[:-1] + f", {json.dumps(name)}: {_rendered(draw(anything))}" + "}"
     return text
 
@@ -294,15 +342,13 @@ def heads(draw: st.DrawFn) -> tuple[tuple[str, bytes], ...]:
 @st.composite
 def requests(draw: st.DrawFn, model: str) -> HttpRequest:
     """Draw a request to any endpoint, most of them to those with bodies."""
-    endpoint = draw(st.sampled_from(["completion", "completion", "chat", "chat", "other"]))
-    if endpoint == "other":
+    path = draw(st.sampled_from([*ENDPOINTS, "/v1/completions", "/v1/chat/completions", ""]))
+    if path:
+        method = draw(st.sampled_from(["POST"] * 12 + METHODS))
+        body = draw(bodies(model, ENDPOINTS[path]))
+    else:
         method, path = draw(st.sampled_from(METHODS)), draw(st.sampled_from(PATHS))
         body = draw(st.binary(max_size=30))
-    else:
-        all_fields = COMPLETION if endpoint == "completion" else CHAT
-        path = "/v1/completions" if endpoint == "completion" else "/v1/chat/completions"
-        method = draw(st.sampled_from(["POST"] * 12 + METHODS))
-        body = draw(bodies(model, all_fields))
     length = str(len(body)).encode()
     return HttpRequest(method, path, (*draw(heads()), ("content-length", length)), body)
 

@@ -137,9 +137,10 @@ def _compare(
     for index, token in enumerate(ids):
         last = index == len(ids) - 1
         reason = "length" if last else None
-        text += answer.push(
+        delta = answer.push(
             SampledToken(sequence_id=1, index=index, token=token, finish_reason=reason)  # type: ignore[arg-type]
-        ).text
+        )
+        text += "".join(part.text for part in delta.parts)
         found.longest_window = max(found.longest_window, len(answer._detokenizer._window))
     found.answers += 1
     whole = tokenizer.decode(ids, skip)
