@@ -19,7 +19,6 @@ from csps.services.scheduling.policies.loongserve.batching import (
     most_requests,
     plain,
     pruned,
-    regret,
 )
 from csps.services.scheduling.policies.loongserve.inputs import Eq7, PrefillModel
 
@@ -46,7 +45,7 @@ def main() -> None:
                     search(lengths, slots, model, objective) for search in (plain, pruned)
                 )
                 if best is not None and quick is not None:
-                    found.append(regret(quick, best))
+                    found.append(quick.cost / best.cost - 1)
                     splits += len(best.batches) > 1
             found.sort()
             worse = sum(regret > 1e-9 for regret in found)

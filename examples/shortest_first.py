@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from csps.services.scheduling.deciding.scheduler_view import SchedulerView
-
-from csps.services.scheduling.deciding.decisions import Decision, DecodePlacement, PiggybackPlan
+from csps.services.scheduling.deciding.decisions import (
+    Decision,
+    DecodePlacement,
+    PiggybackPlan,
+    SchedulerView,
+)
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
@@ -55,7 +58,10 @@ class ShortestFirst:
 
     def _starts(self, view: SchedulerView) -> Iterator[Decision]:
         patience_ns = self.options.patience_s * 1e9
-        overlays = [(pair, DecodeOverlay(pair.decode, self.decode_options)) for pair in view.pairs]
+        overlays = [
+            (pair, DecodeOverlay(pair.decode, self.decode_options, view.cost))
+            for pair in view.pairs
+        ]
 
         def order(request: Request) -> tuple[bool, int]:
             waits = view.now_ns - request.submitted_ns > patience_ns

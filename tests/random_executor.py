@@ -555,7 +555,7 @@ class RandomCell:
             sequence = self.sequences[number]
             assert sequence.move is not None
             sequence.moved, sequence.move = sequence.move, None
-            reserve = sequence.reserve
+            reserve = sequence.reserve.message
             sequence.slots = slots_for(sequence.moved, reserve.prompt_tokens, reserve.output_tokens)
             sequence.unfreed = [
                 instance for instance in sequence.unfreed if instance in sequence.slots

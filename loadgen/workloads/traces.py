@@ -59,7 +59,9 @@ def read_sharegpt(path: Path, count: Count | None) -> list[WorkloadRequest]:
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        talks = [entry.get("conversations") or entry.get("conversation") or () for entry in entries]
+        talks: list[list[dict[str, str]]] = [
+            entry.get("conversations") or entry.get("conversation") or [] for entry in entries
+        ]
         pairs = [(talk[0]["value"], talk[1]["value"]) for talk in talks if len(talk) > 1]
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None

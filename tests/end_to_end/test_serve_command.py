@@ -42,7 +42,7 @@ def test_the_first_answer_is_right_and_the_server_stays(
     config = ("--config", str(ROOT / "config.yaml"), "--port", str(port))
     served = csps("serve", *config, cwd=folder)
     assert served.returncode == 0, served.stdout + served.stderr
-    for text in ("(right)", "time to first token", "plan: exact attention", "curl", "make stop"):
+    for text in ("(right)", "time to first token", "plan: exact attention", "curl", "csps stop"):
         assert text in served.stdout
     assert httpx.get(f"http://127.0.0.1:{port}/health").is_success
 

@@ -20,6 +20,7 @@ from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.limits import QueueLimits
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
+from csps.services.scheduling.state.ledger import decode_slots
 from csps.services.settings.settings import Settings
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -42,14 +43,14 @@ def test_the_shortest_prompt_starts_first_unless_another_has_waited_too_long() -
         (reserve,) = running
         order.append(reserve.request_id)
         late = 2000 * MS if len(order) == 2 else MS
-        sequence = reserve.sequence_id
+        sequence = reserve.message.sequence_id
         ends = (
             ev.FirstToken(sequence_id=sequence),
             ev.Finished(sequence_id=sequence, generated_tokens=10),
         )
         freed = [
-            ev.Freed(sequence_id=reserve.sequence_id, instance=one)
-            for one in {kv_slice.instance for kv_slice in reserve.slices}
+            ev.Freed(sequence_id=sequence, instance=one)
+            for one in decode_slots(reserve.message, reserve.message.output_tokens)
         ]
         running = reserved(scheduler.turn(*ends, *freed, after_ns=late))
     # 4 is the shortest; then 2 and 3 have waited too long, and 2 came first.

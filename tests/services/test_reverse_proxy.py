@@ -190,8 +190,8 @@ async def test_clients_of_a_router_whose_packets_vanish_get_an_error(
         async with router, haproxy(Path(folder), address, client_silence_s=30) as (_, port):
             url = f"http://127.0.0.1:{port}"
             async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
-                answer = await client.get("/hangs")
-                assert answer.status_code == 503
-                assert answer.json()["error"]["code"] == "unavailable"
-                assert answer.headers["retry-after"]
+                lost = await client.get("/hangs")
+                assert lost.status_code == 503
+                assert lost.json()["error"]["code"] == "unavailable"
+                assert lost.headers["retry-after"]
                 assert (await client.get("/health")).status_code == 200
