@@ -50,6 +50,12 @@ those that arrive at the named process, *one way back* those that it sends. *Los
 in a hundred. *Delay* drops all packets for a tenth of a second, again and again, so that TCP sends
 them again. *Slow* connections send 256 KiB a second.
 
+Other trials break nothing from outside. *Malformed input* sends requests, frames and headers that
+are wrong; *cancel at random* has clients leave at any moment, over ranks in one process; *same seed
+again* compares tokens and log-probabilities between policies, placements, batches and attempts.
+*Soak* loads a server for ten minutes while processes are killed, and compares what it holds before
+and afterwards. *Overload* sends more than a server can take.
+
 | column | |
 |---|---|
 | trials | trials of this fault, over all states and seeds |

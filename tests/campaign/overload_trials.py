@@ -260,7 +260,7 @@ def own_server(bench: Bench, **args: Any) -> Iterator[Deployed]:
 
 def _judged(outcome: Outcome, name: str, value: float, *, most: float) -> None:
     """Note a figure, and that it is missed if it is above its limit."""
-    outcome.measured[name] = round(value, 4)
+    outcome.measured |= {name: round(value, 4), "scale": SCALE}
     if value > most:
         outcome.missed.append(f"{name} is {value:.3g}, at most {most:.3g} expected")
 
