@@ -308,6 +308,7 @@ WORLDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "data_group"), WORLDS)
 def test_any_conversations_on_two_gangs(
     tiny_llama: Path, tp: int, data_group: GroupMaker | None

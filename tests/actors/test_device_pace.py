@@ -55,7 +55,7 @@ class Seen:
         patch.setattr(Layer, "qkv", launched)
         patch.setattr(SequencerEnd, "report", noted)
         patch.setattr(
-            ProgressReport, "step", lambda progress: self.progress_ns.append(device.now_ns)
+            ProgressReport, "step", lambda progress, *sent: self.progress_ns.append(device.now_ns)
         )
 
     def of(self, kind: type[Any]) -> list[Any]:

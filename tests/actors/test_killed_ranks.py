@@ -126,6 +126,7 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
         cell.check_idle()
 
 
+@pytest.mark.slow
 async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
     """The processes are idle, or in a step whose other half no rank will compute."""
     plan = GangPlan(model_dir=str(tiny_llama), role="prefill", instances=2)

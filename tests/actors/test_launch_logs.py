@@ -173,6 +173,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("instances", "tp"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategys_exchanges_end_whatever_they_take(

@@ -135,6 +135,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True], ids=["two gangs", "elastic"])
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_any_conversations(

@@ -107,6 +107,7 @@ def gangs(request: pytest.FixtureRequest, gangs: Gangs, gloo_gangs: Gangs) -> Ga
     return gangs if request.param == "strict" else gloo_gangs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "members", "tp"), on_gangs((1, 1), (3, 1), (4, 1), (2, 2), rings=((3, 1), (2, 2)))
 )

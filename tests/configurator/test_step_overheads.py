@@ -93,6 +93,7 @@ def test_planted_overheads_are_found_on_any_group(tp: int) -> None:
     assert replace(found, rest=TIMES.rest, exchange=TIMES.exchange, step=TIMES.step) == TIMES
 
 
+@pytest.mark.slow
 def test_steps_that_were_measured_on_two_servers_are_simulated_there() -> None:
     """SP-TP sends other messages than on one."""
     of = replace(group(), times=TRUE)

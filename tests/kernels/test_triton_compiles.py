@@ -35,6 +35,7 @@ def printed(program: Path, cache: Path, *arguments: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_no_kernel_is_compiled_anew_for_a_length(tmp_path: Path) -> None:
     """Of any length from 1 on, and wherever a slice begins."""
     assert json.loads(printed(COUNT, tmp_path)) == {

@@ -122,6 +122,7 @@ def test_finds_a_needle_in_four_thousand_tokens(model: Any, tokenizer: Any) -> N
     assert share_correct(model, tokenizer, "multi_key", [2048, 4096], 6) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "share", "questions"), [("last", 20, 20), ("first", 1, 5)])
 @pytest.mark.parametrize("filler", ["shuffled", "english", "bytes"])
 def test_answers_in_other_texts_and_to_questions_before_them(

@@ -38,7 +38,7 @@ def socket_of(end: RpcClient | Peer) -> Any:
 
 
 @pytest.mark.parametrize("deaf", ["client", "server"])
-@pytest.mark.parametrize("speaks", [True, False])
+@pytest.mark.parametrize("speaks", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_packets_that_vanish_end_the_connection_within_seconds(
     monkeypatch: pytest.MonkeyPatch, deaf: str, speaks: bool
 ) -> None:

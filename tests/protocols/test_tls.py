@@ -87,6 +87,7 @@ async def test_a_client_without_a_certificate_is_refused(tls: Tls, authority: Au
         assert await ask(address, tls) == 1
 
 
+@pytest.mark.slow
 async def test_a_client_without_tls_is_refused(tls: Tls) -> None:
     async with serving(tls) as address:
         with pytest.raises(CspsError) as refused:

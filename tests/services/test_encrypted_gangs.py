@@ -31,6 +31,7 @@ def plan(model: Path, role: str, files: TlsFiles) -> GangPlan:
     return GangPlan(model_dir=str(model), role=role, instances=2, tls=files)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_tokens_are_those_of_the_reference_and_strangers_stay_out(
     tiny_llama: Path, tmp_path: Path, files: TlsFiles
 ) -> None:

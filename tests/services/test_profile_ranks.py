@@ -139,6 +139,7 @@ async def test_steps_by_every_option_are_measured_for_what_phases_leave_out(
     assert {measured_settings(row.strategy).strategy for row in rows} == {"ntp", "tp"}
 
 
+@pytest.mark.slow
 def test_the_command_measures_fits_and_does_not_measure_again(
     settings: Settings,
     short_plan: None,

@@ -118,6 +118,7 @@ async def test_the_standby_router_replaces_a_killed_one(ranks: Ranks) -> None:
         await ranks.check_serves(service)
 
 
+@pytest.mark.slow
 async def test_a_router_that_stood_still_is_superseded_and_stands_by_itself(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

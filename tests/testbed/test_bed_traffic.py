@@ -34,6 +34,7 @@ def test_an_exchange_across_is_counted_between_the_servers(across: Throughput) -
     assert across.inside_bytes < PAYLOAD * HEADERS
 
 
+@pytest.mark.slow
 def test_an_exchange_inside_is_counted_inside(bed: Testbed) -> None:
     server = bed.servers[1]
     result = measure(bed, server, server, MEGABYTES, ROUNDS)
@@ -41,6 +42,7 @@ def test_an_exchange_inside_is_counted_inside(bed: Testbed) -> None:
     assert result.between_bytes < PAYLOAD * HEADERS
 
 
+@pytest.mark.slow
 def test_the_link_is_as_slow_as_asked_for(bed: Testbed, across: Throughput) -> None:
     """Never faster, whatever else the machine does; how slow it may get depends on that."""
     bed.set_rate(40e6)

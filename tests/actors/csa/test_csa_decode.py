@@ -287,7 +287,8 @@ async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
 
 async def test_only_kept_tokens_are_sent_to_decode(model: Path) -> None:
     """Two of four layers drop; of two SPTs the first keeps two fifths, the last everything."""
-    vector, spt, header = 2 * HEAD_DIM * 4, LONG // 2, KvHeader.WORDS * 8
+    vector, spt = 2 * HEAD_DIM * 4, LONG // 2
+    header = (KvHeader.WORDS + 1) * 8  # and its checksum
     whole = await sent_to_decode(model, plan_of(2, 2, kept_only=False), kept_only=False)
     assert whole == LAYERS * (LONG * KV_HEADS * vector + 2 * header)
     nothing_dropped = plan_of(2, 2, ((0.0,),))
