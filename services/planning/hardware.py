@@ -24,7 +24,7 @@ _COPY_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank computes on: speeds that it reaches, not peaks."""
+    """A core or GPU on which one rank computes, with speeds that it reaches, not peaks."""
 
     name: str
     gpu_bytes: int | None

@@ -72,7 +72,7 @@ class RankNeed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class MemoryUse:
     """A number in the settings, and the bytes that it stands for."""
 
     name: str
@@ -102,7 +102,7 @@ class MemoryNeed:
     """Bytes for a prompt that fills the prefill slots."""
     kv_transfer: int = 0
     """Bytes for KV in transfer between gangs."""
-    largest: Setting | None = None
+    largest: MemoryUse | None = None
     """The setting that most of it is for."""
 
     @property
@@ -158,7 +158,7 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
     section = settings.gangs[role]
     ranks = section.ranks
     transfers = ranks * _transfer_bytes(role, settings)
-    in_flight = Setting(
+    in_flight = MemoryUse(
         name="kv_transfer.in_flight_mib",
         value=settings.kv_transfer.in_flight_mib,
         bytes=transfers,
@@ -170,8 +170,8 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
     slots, copies = ranks * rank.slots * (rank.slot + rank.token), ranks * rank.without_slots
     largest = max(
         in_flight,
-        Setting(name=f"{role}.kv_slots", value=rank.slots, bytes=slots),
-        Setting(name=f"{role}.instances", value=section.instances, bytes=copies),
+        MemoryUse(name=f"{role}.kv_slots", value=rank.slots, bytes=slots),
+        MemoryUse(name=f"{role}.instances", value=section.instances, bytes=copies),
         key=lambda setting: setting.bytes,
     )
     return MemoryNeed(
