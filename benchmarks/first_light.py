@@ -69,7 +69,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of what is measured."""
 
     device: str
     dtype: str

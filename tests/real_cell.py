@@ -24,7 +24,7 @@ from csps.services.cluster.attachment import PAIR, Cluster
 from csps.services.cluster.fencing import MemoryGenerations
 from csps.services.cluster.membership import ClusterView, StaticDirectory
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.request_spec import PrefixKey, RequestSpec
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.service import RequestService
 from csps.services.scheduling.core.scheduler import Scheduler
@@ -87,6 +87,19 @@ class Cell:
                 sampling=sampling,
                 attention="exact" if csa is None else "csa",
                 csa=csa,
+            )
+        )
+
+    def submit_tokens(self, tokens: Sequence[int], max_tokens: int, block: int) -> RequestHandle:
+        """Submit a prompt whose KV may be cached in blocks."""
+        prompt, prefix = np.array(tokens, np.int32), PrefixKey(b"owner", block)
+        return self.service.submit(
+            RequestSpec(
+                client_request_id="r",
+                prompt=prompt,
+                sampling=Sampling(temperature=0.0, max_tokens=max_tokens),
+                prefix=prefix,
+                hashes=prefix.hashes(prompt),
             )
         )
 

@@ -364,6 +364,24 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@contextmanager
+def windowed_ranks(folder: Path, *, kv_heads: int) -> Iterator[StrategyRanks]:
+    """Yield four instances of a model whose second and fourth of five layers see nine positions."""
+    model = make_checkpoint(
+        folder,
+        "qwen2",
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=[FAR, NEAR, FAR, NEAR, FAR],
+    )
+    with strategy_ranks(model, instances=4) as ranks:
+        yield ranks
+
+
 LAYERS = 3
 NEAR, FAR = "sliding_attention", "full_attention"
 MODELS: dict[str, dict[str, Any]] = {

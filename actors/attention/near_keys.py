@@ -30,11 +30,11 @@ from torch import Tensor
 from csps.actors.attention.base.group import SpGroup, span_positions
 from csps.actors.attention.base.strategy import (
     OverlappingStrategy,
+    ProjectedAttention,
     Sinks,
     StoreKv,
     Strategy,
     no_sinks,
-    project_and_attend,
 )
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.comm.layout import LocalChunk
@@ -122,7 +122,7 @@ class NearKeys:
         return [part for part in self._group.parts[member] if part.chunk is chunk]
 
 
-class WindowAttention(OverlappingStrategy):
+class WindowAttention(ProjectedAttention, OverlappingStrategy):
     """Attention of a step's layers with a window, on one rank."""
 
     def __init__(
@@ -144,16 +144,10 @@ class WindowAttention(OverlappingStrategy):
         """See `Strategy`. Members get the keys in reach only."""
         return ()
 
-    def attend_layer(
-        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
-    ) -> Tensor:
-        """See `Strategy`."""
-        return project_and_attend(self._group, index, layer, x_td, rotary, store, self.attend)
-
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
     ) -> Tensor:
-        """Return the attention output (t, h, d) of this member's rows, in q's dtype."""
+        """See `ProjectedAttention`."""
         group, own = self._group, (k_thd, v_thd)
         arrived = self._exchange(layer, own)
         arrived[group.member] = [

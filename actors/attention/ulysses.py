@@ -20,7 +20,7 @@ from torch import Tensor
 
 from csps.actors.attention.base.group import HeadSplit, SpGroup
 from csps.actors.attention.base.history import History, Messages, WaitExchange, members_by_heads
-from csps.actors.attention.base.strategy import Sinks, StoreKv, no_sinks, project_and_attend
+from csps.actors.attention.base.strategy import ProjectedAttention, Sinks, StoreKv, no_sinks
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.actors.comm.mesh import Tag
 from csps.actors.comm.process_group import Pending
@@ -28,12 +28,10 @@ from csps.actors.comm.transfers import Label
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_sink, nothing_seen
-from csps.models.network.network import Layer
-from csps.models.network.rope import Rotary
 from csps.protocols.gang.step_messages import PrefillChunk
 
 
-class Ulysses:
+class Ulysses(ProjectedAttention):
     """Exact sequence-parallel attention of one step on one rank.
 
     Entered for the duration of the step. A step may be stopped during an exchange, which all
@@ -81,16 +79,10 @@ class Ulysses:
             return ()
         return [other for other in range(self._group.size) if other != member]
 
-    def attend_layer(
-        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
-    ) -> Tensor:
-        """See `Strategy`."""
-        return project_and_attend(self._group, index, layer, x_td, rotary, store, self.attend)
-
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
     ) -> Tensor:
-        """Return the attention output (t, h, d) of this member's rows, in q's dtype."""
+        """See `ProjectedAttention`."""
         if self._group.size == 1:
             batch = map(self._group.in_batch_order, (q_thd, k_thd, v_thd))
             return self._group.in_member_order(self._batch_attention(layer, *batch))

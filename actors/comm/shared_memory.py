@@ -59,7 +59,7 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells others, through the store, to be found by them."""
+    """A rank's address, which others read from the store."""
 
     machine: str
     address: bytes

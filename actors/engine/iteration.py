@@ -85,7 +85,7 @@ class IterationBatch:
     """Own chunks, after them."""
     whole: VisibleKv = field(default_factory=VisibleKv)
     near: VisibleKv = field(default_factory=VisibleKv)
-    """What rows see in layers with a window."""
+    """Slots that rows see in layers with a window."""
     growing: list[tuple[SlotsOfSequence, int]] = field(default_factory=list)
     """Own decoding sequences whose KV is stored here, each with its query row: they take a slot in
     every iteration."""

@@ -67,7 +67,7 @@ def _places(checkpoint: Checkpoint, spec: ModelSpec, shard: TpShard) -> ModelPar
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSizes:
-    """What the first of an instance's ranks loads."""
+    """Weights that the first of an instance's ranks loads."""
 
     parameters: int
     loaded_bytes: int

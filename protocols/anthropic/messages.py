@@ -8,7 +8,7 @@ ignored wherever they stand.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainValidator
@@ -21,24 +21,15 @@ from csps.protocols.openai.csps_options import (
     fail,
     shown,
 )
-from csps.protocols.openai.requests import (
-    MAX_COUNT,
-    Ignored,
-    Refused,
-    few_messages,
-)
-from csps.protocols.openai.responses import FinishReason, Part, TextLogprob, error_body
+from csps.protocols.openai.requests import MAX_COUNT, Ignored, Refused, few_messages, joined_texts
+from csps.protocols.openai.responses import AnswerDelta, Part, error_body
 
 # --- requests -------------------------------------------------------------------------------
 
 
 def _texts(content: Any, field: str | None = None) -> str:
     """Return the text of a string, or of blocks of text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        fail(f"must be a string or an array of blocks, got {shown(content)}", field)
-    return "\n".join(_text(block, field) for block in content)
+    return joined_texts(content, lambda block: _text(block, field), "blocks", field)
 
 
 def _text(block: Any, field: str | None) -> str:
@@ -251,22 +242,13 @@ class MessagesAnswer:
         message = {**self._message, "content": [], **self._stop, "usage": self._usage(0)}
         return _event("message_start", message=message)
 
-    def delta(
-        self,
-        parts: Sequence[Part],
-        *,
-        completion_tokens: int,
-        index: int = 0,
-        logprobs: Sequence[TextLogprob] = (),
-        finish_reason: FinishReason | None = None,
-        stop_string: str | None = None,
-        csps: dict[str, Any] | None = None,
-    ) -> bytes:
+    def delta(self, delta: AnswerDelta, csps: dict[str, Any] | None = None) -> bytes:
         """Encode what some tokens add."""
-        events = b"".join(self._part(part) for part in parts if part.text or part.kind == "call")
-        if finish_reason is not None:
-            reason = "stop_sequence" if stop_string else _STOP_REASONS[finish_reason]
-            self._stop = {"stop_reason": reason, "stop_sequence": stop_string}
+        shown_parts = [part for part in delta.parts if part.text or part.kind == "call"]
+        events = b"".join(map(self._part, shown_parts))
+        if delta.finish_reason is not None:
+            reason = "stop_sequence" if delta.stop_string else _STOP_REASONS[delta.finish_reason]
+            self._stop = {"stop_reason": reason, "stop_sequence": delta.stop_string}
         return events
 
     def _part(self, part: Part) -> bytes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
@@ -224,6 +224,17 @@ def _few_calls(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_TOOL_CALLS:
         fail(f"at most {MAX_TOOL_CALLS} calls are supported, got {len(value)}")
     return value
+
+
+def joined_texts(
+    content: Any, text_of: Callable[[Any], str], parts: str, field: str | None = None
+) -> str:
+    """Return the text of a string, or of what an API calls the parts of a text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        fail(f"must be a string or an array of {parts}, got {shown(content)}", field)
+    return "\n".join(map(text_of, content))
 
 
 def few_messages(value: Any) -> Any:

@@ -70,6 +70,21 @@ class Part(NamedTuple):
     """Id of the call, where it begins."""
 
 
+class AnswerDelta(NamedTuple):
+    """One token's contribution to an answer. A tuple, because every token makes one."""
+
+    parts: Sequence[Part]
+    """Text to show; empty within a character, or while it may become a stop string."""
+    tokens: int
+    """Tokens of the answer up to this one, including a final end-of-sequence token."""
+    finish_reason: FinishReason | None = None
+    logprob: TextLogprob | None = None
+    choice: int = 0
+    """Index of the choice."""
+    stop_string: str | None = None
+    """Stop string that ended the answer."""
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
     """Prompt tokens whose KV was reused."""
@@ -484,30 +499,22 @@ class _Stream(ABC):
         """Encode what comes before the first token of a choice."""
         return b""
 
-    def delta(
-        self,
-        parts: Sequence[Part],
-        *,
-        completion_tokens: int,
-        index: int = 0,
-        logprobs: Sequence[TextLogprob] = (),
-        finish_reason: FinishReason | None = None,
-        stop_string: str | None = None,
-        csps: dict[str, Any] | None = None,
-    ) -> bytes:
-        """Encode one chunk with new `parts`, after which `completion_tokens` are generated in all.
+    def delta(self, delta: AnswerDelta, csps: dict[str, Any] | None = None) -> bytes:
+        """Encode one chunk.
 
-        `finish_reason` marks the last chunk of a choice; `stop_string`, if one ended it, and
-        `csps`, the report for `explain`, come with that chunk.
+        Args:
+            delta: its `tokens` are those of all choices.
+            csps: report for `explain`, which comes with the last chunk of a choice.
         """
-        reason = "null" if finish_reason is None else f'"{finish_reason}"'
-        if finish_reason == "stop" and stop_string is not None:  # vLLM's field
-            reason += f', "stop_reason": {_json_string(stop_string)}'
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        if delta.finish_reason == "stop" and delta.stop_string is not None:  # vLLM's field
+            reason += f', "stop_reason": {_json_string(delta.stop_string)}'
+        logprobs = self._logprobs(() if delta.logprob is None else (delta.logprob,))
         report = "" if csps is None else f', "csps": {json.dumps(csps)}'
         return (
-            f'{self._head}{{"index": {index}, {self._answer(parts)}'
-            f', "logprobs": {self._logprobs(logprobs)}, "finish_reason": {reason}}}]'
-            f"{self._usage_so_far(completion_tokens)}{report}}}\n\n"
+            f'{self._head}{{"index": {delta.choice}, {self._answer(delta.parts)}'
+            f', "logprobs": {logprobs}, "finish_reason": {reason}}}]'
+            f"{self._usage_so_far(delta.tokens)}{report}}}\n\n"
         ).encode()
 
     def progress(self, report: dict[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ response is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
@@ -21,8 +21,8 @@ from csps.protocols.openai.csps_options import (
     only,
     shown,
 )
-from csps.protocols.openai.requests import MAX_COUNT, Ignored, Refused, few_messages
-from csps.protocols.openai.responses import FinishReason, Part, TextLogprob, error_body
+from csps.protocols.openai.requests import MAX_COUNT, Ignored, Refused, few_messages, joined_texts
+from csps.protocols.openai.responses import AnswerDelta, Part, error_body
 
 # --- requests -------------------------------------------------------------------------------
 
@@ -33,11 +33,7 @@ _ENCRYPTED = "reasoning.encrypted_content"
 
 def _texts(content: Any, field: str | None = None) -> str:
     """Return the text of a string, or of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        fail(f"must be a string or an array of parts, got {shown(content)}", field)
-    return "\n".join(_text(part, field) for part in content)
+    return joined_texts(content, lambda part: _text(part, field), "parts", field)
 
 
 def _text(part: Any, field: str | None) -> str:
@@ -247,21 +243,11 @@ class ResponsesAnswer:
         )
         return b"".join(events)
 
-    def delta(
-        self,
-        parts: Sequence[Part],
-        *,
-        completion_tokens: int,
-        index: int = 0,
-        logprobs: Sequence[TextLogprob] = (),
-        finish_reason: FinishReason | None = None,
-        stop_string: str | None = None,
-        csps: dict[str, Any] | None = None,
-    ) -> bytes:
+    def delta(self, delta: AnswerDelta, csps: dict[str, Any] | None = None) -> bytes:
         """Encode what some tokens add."""
-        shown_parts = [part for part in parts if part.text or part.kind == "call"]
+        shown_parts = [part for part in delta.parts if part.text or part.kind == "call"]
         events = b"".join(event for part in shown_parts for event in self._part(part))
-        self._cut = finish_reason == "length"
+        self._cut = delta.finish_reason == "length"
         return events
 
     def _part(self, part: Part) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
 from csps.protocols.anthropic.messages import PING, MessagesAnswer
@@ -20,6 +20,7 @@ from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import SampledToken
 from csps.protocols.openai.requests import StreamOptions
 from csps.protocols.openai.responses import (
+    AnswerDelta,
     ChatCompletionResponse,
     ChatStream,
     CompletionResponse,
@@ -300,15 +301,8 @@ class GeneratedResponse:
 
     def _event(self, stream: Encoder, delta: AnswerDelta) -> bytes:
         tokens = delta.tokens if len(self._choices) == 1 else self._tokens
-        return stream.delta(
-            delta.parts,
-            index=delta.choice,
-            completion_tokens=tokens,
-            logprobs=() if delta.logprob is None else (delta.logprob,),
-            finish_reason=delta.finish_reason,
-            stop_string=delta.stop_string,
-            csps=None if delta.finish_reason is None else self._report(),
-        )
+        report = None if delta.finish_reason is None else self._report()
+        return stream.delta(delta._replace(tokens=tokens), report)
 
     # --- both ---
 
@@ -412,21 +406,6 @@ def _splitter(options: AnswerOptions) -> AnswerParts | None:
         reasoning=options.reasoning,
         parallel=options.parallel_calls,
     )
-
-
-class AnswerDelta(NamedTuple):
-    """One token's contribution to an answer. A tuple, because every token makes one."""
-
-    parts: Sequence[Part]
-    """Text to show; empty within a character, or while it may become a stop string."""
-    tokens: int
-    """Tokens of the answer up to this one, including a final end-of-sequence token."""
-    finish_reason: FinishReason | None = None
-    logprob: TextLogprob | None = None
-    choice: int = 0
-    """Index of the choice."""
-    stop_string: str | None = None
-    """Stop string that ended the answer."""
 
 
 class AnswerText:

@@ -24,8 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 import csps
 from csps.protocols.core.errors import ModelNotFound, QueueFull
-from csps.protocols.openai.responses import ModelCard, ModelList
-from csps.services.http.answer import HEARTBEAT, AnswerDelta, GeneratedResponse
+from csps.protocols.openai.responses import AnswerDelta, ModelCard, ModelList
+from csps.services.http.answer import HEARTBEAT, GeneratedResponse
 from csps.services.http.body import (
     ByteBudget,
     RequestsBeingRead,

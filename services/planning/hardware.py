@@ -33,7 +33,7 @@ class Device:
     attention_flops: float
     memory_bytes_s: float
     link_bytes_s: float
-    """To another rank, one way."""
+    """Bytes a second to another rank, one way."""
     origin: str
     """How the speeds are known."""
 

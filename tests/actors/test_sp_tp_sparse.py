@@ -12,7 +12,14 @@ import torch
 from dense_csa_reference import DenseCsa
 from dense_reference import dense_attention
 from small_blocks import blocks_of
-from strategy_ranks import FAR, NEAR, Forward, StrategyRanks, dense_forward, step_of, strategy_ranks
+from strategy_ranks import (
+    Forward,
+    StrategyRanks,
+    dense_forward,
+    step_of,
+    strategy_ranks,
+    windowed_ranks,
+)
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
@@ -46,18 +53,8 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
 @pytest.fixture(scope="module")
 def windowed_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
     """Return instances whose second and fourth layer see nine positions."""
-    model = make_checkpoint(
-        tmp_path_factory.mktemp("windowed"),
-        "qwen2",
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        use_sliding_window=True,
-        sliding_window=9,
-        layer_types=[FAR, NEAR, FAR, NEAR, FAR],
-    )
-    with strategy_ranks(model, instances=4) as ranks:
+    folder = tmp_path_factory.mktemp("windowed")
+    with windowed_ranks(folder, kv_heads=4) as ranks:
         yield ranks
 
 

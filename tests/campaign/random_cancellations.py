@@ -11,15 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gang_driver import ANSWER_S
 from real_cell import ELASTIC, PAIR, Cell, check_pools, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.protocols.core.errors import Cancelled
-from csps.protocols.gang.messages import Sampling
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import PrefixKey, RequestSpec
 from csps.services.scheduling.events.limits import ReuseSettings
 
 BLOCK = 16
@@ -86,7 +83,7 @@ async def _one(
     if kind == "whole":
         await _answered(cell, model, prompt, found)
         return
-    handle = _submit(cell, prompt, drawn.randint(1, 60))
+    handle = cell.submit_tokens(prompt, drawn.randint(1, 60), BLOCK)
     left: Callable[[], None] = partial(_leave, handle, found)
     timer = asyncio.get_running_loop().call_later(delay_s if kind == "time" else ANSWER_S, left)
     try:
@@ -110,21 +107,8 @@ def _leave(handle: RequestHandle, found: Cancellations) -> None:
 
 
 async def _answered(cell: Cell, model: Path, prompt: Sequence[int], found: Cancellations) -> None:
-    async with _submit(cell, prompt, JUDGED) as handle:
+    async with cell.submit_tokens(prompt, JUDGED, BLOCK) as handle:
         tokens = [token.token async for token in handle]
     found.answered += 1
     if tokens != reference_tokens(model, list(prompt), JUDGED):
         found.wrong.append(f"a prompt of {len(prompt)} tokens got {tokens}")
-
-
-def _submit(cell: Cell, prompt: Sequence[int], max_tokens: int) -> RequestHandle:
-    ids, prefix = np.array(prompt, np.int32), PrefixKey(b"owner", BLOCK)
-    return cell.service.submit(
-        RequestSpec(
-            client_request_id="r",
-            prompt=ids,
-            sampling=Sampling(temperature=0.0, max_tokens=max_tokens),
-            prefix=prefix,
-            hashes=prefix.hashes(ids),
-        )
-    )

@@ -116,7 +116,7 @@ from csps.protocols.core.topology import GroupShape
 from csps.protocols.openai.requests import ChatCompletionRequest
 from csps.protocols.openai.requests import CompletionRequest
 from csps.protocols.openai.requests import StreamOptions
-from csps.protocols.openai.responses import ChatCompletionResponse
+from csps.protocols.openai.responses import AnswerDelta, ChatCompletionResponse
 from csps.protocols.openai.responses import CompletionResponse
 from csps.protocols.openai.responses import TextLogprob
 from csps.protocols.openai.responses import error_body
@@ -977,8 +977,8 @@ def _chunks(stream: Any) -> list[Json]:
     entry = dataclasses.replace(logprob, top=(logprob,))
     events = [
         made.start(0),
-        made.delta([Part("content", "t")], completion_tokens=1, logprobs=[entry]),
-        made.delta((), completion_tokens=1, finish_reason="stop", csps={"plan": None}),
+        made.delta(AnswerDelta([Part("content", "t")], 1, logprob=entry)),
+        made.delta(AnswerDelta((), 1, finish_reason="stop"), {"plan": None}),
         made.end(1).removesuffix(DONE),
     ]
     return [shape(json.loads(event.removeprefix(b"data: "))) for event in events if event]

@@ -34,6 +34,7 @@ from csps.protocols.openai import responses
 from csps.protocols.openai.requests import StreamOptions
 from csps.protocols.openai.responses import (
     DONE,
+    AnswerDelta,
     AssistantMessage,
     ChatChoice,
     ChatCompletionResponse,
@@ -241,14 +242,14 @@ def test_models() -> None:
 
 @given(st.text())
 def test_chat_text_survives(text: str) -> None:
-    chunk = chat_chunk(chat_stream().delta(said(text), completion_tokens=1))
+    chunk = chat_chunk(chat_stream().delta(AnswerDelta(said(text), 1)))
     assert chunk.choices[0].delta.content == text
     assert (chunk.id, chunk.model, chunk.created) == ("c1", "m", 9)
 
 
 @given(st.text())
 def test_completion_text_survives(text: str) -> None:
-    chunk = completion_chunk(completion_stream().delta(said(text), completion_tokens=1))
+    chunk = completion_chunk(completion_stream().delta(AnswerDelta(said(text), 1)))
     assert chunk["choices"][0]["text"] == text
 
 
@@ -256,11 +257,11 @@ def test_chat_stream() -> None:
     stream = chat_stream(WITH_USAGE)
     first = chat_chunk(stream.start(0))
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    middle = chat_chunk(stream.delta(said("He"), completion_tokens=1, logprobs=ENTRIES[:1]))
+    middle = chat_chunk(stream.delta(AnswerDelta(said("He"), 1, logprob=ENTRIES[0])))
     assert middle.choices[0].finish_reason is None
     assert middle.usage is None
     assert middle.choices[0].logprobs is not None
-    last = chat_chunk(stream.delta(said("llo"), completion_tokens=2, finish_reason="stop"))
+    last = chat_chunk(stream.delta(AnswerDelta(said("llo"), 2, finish_reason="stop")))
     assert last.choices[0].finish_reason == "stop"
     total = chat_chunk(stream.end(2).removesuffix(DONE))
     assert total.choices == []
@@ -272,27 +273,25 @@ def test_chat_stream() -> None:
 def test_completion_stream_has_text_offsets() -> None:
     stream = completion_stream()
     for entry, offset in zip(ENTRIES, (0, 2), strict=True):
-        chunk = completion_chunk(
-            stream.delta(said(entry.token), completion_tokens=1, logprobs=[entry])
-        )
+        chunk = completion_chunk(stream.delta(AnswerDelta(said(entry.token), 1, logprob=entry)))
         assert chunk["choices"][0]["logprobs"]["text_offset"] == [offset]
         assert chunk["choices"][0]["finish_reason"] is None
 
 
 @pytest.mark.parametrize("make", [chat_stream, completion_stream])
 def test_usage_as_asked_for(make: Any) -> None:
-    assert "usage" not in event(make().delta(said("x"), completion_tokens=1))
+    assert "usage" not in event(make().delta(AnswerDelta(said("x"), 1)))
     assert make().end(1) == DONE
-    assert event(make(WITH_USAGE).delta(said("x"), completion_tokens=1))["usage"] is None
-    total = event(make(CONTINUOUS).delta(said("x"), completion_tokens=2))["usage"]
+    assert event(make(WITH_USAGE).delta(AnswerDelta(said("x"), 1)))["usage"] is None
+    total = event(make(CONTINUOUS).delta(AnswerDelta(said("x"), 2)))["usage"]
     assert total == USAGE.model_dump()
     only_continuous = make(StreamOptions(continuous_usage_stats=True))
-    assert "usage" not in event(only_continuous.delta(said("x"), completion_tokens=1))
+    assert "usage" not in event(only_continuous.delta(AnswerDelta(said("x"), 1)))
 
 
 def test_explanation_goes_with_the_last_chunk() -> None:
     report = {"plan": {"strategy": "ulysses"}, "timings": {"queue_s": 0.1}}
-    last = chat_stream().delta((), completion_tokens=1, finish_reason="stop", csps=report)
+    last = chat_stream().delta(AnswerDelta((), 1, finish_reason="stop"), report)
     assert event(last)["csps"] == report
     chat_chunk(last)
 
@@ -307,7 +306,7 @@ def test_odd_names_do_not_break_the_envelope() -> None:
         cached_tokens=lambda: 0,
         options=StreamOptions(),
     )
-    assert chat_chunk(stream.delta(said("x"), completion_tokens=1)).model == name
+    assert chat_chunk(stream.delta(AnswerDelta(said("x"), 1))).model == name
 
 
 def test_error_event_has_the_clients_format() -> None:

@@ -17,27 +17,11 @@ from real_cell import ELASTIC, PAIR, Cell, answer, check_pools, real_cell
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.engine.step_run import StepRun
 from csps.protocols.gang.members import GangRole
-from csps.protocols.gang.messages import Sampling
-from csps.services.requests.request_handle import RequestHandle
-from csps.services.requests.request_spec import PrefixKey, RequestSpec
 from csps.services.scheduling.events.limits import ReuseSettings
 
 BLOCK = 16
 REUSE = ReuseSettings(enabled=True, max_share=1.0, block_tokens=BLOCK)
 TURNS, BRANCHES = 4, 3
-
-
-def submit(cell: Cell, text: list[int], tokens: int) -> RequestHandle:
-    prompt, prefix = np.array(text, np.int32), PrefixKey(b"owner", BLOCK)
-    return cell.service.submit(
-        RequestSpec(
-            client_request_id="r",
-            prompt=prompt,
-            sampling=Sampling(temperature=0.0, max_tokens=tokens),
-            prefix=prefix,
-            hashes=prefix.hashes(prompt),
-        )
-    )
 
 
 async def converse(cell: Cell) -> int:
@@ -48,8 +32,8 @@ async def converse(cell: Cell) -> int:
     reused = 0
     for _ in range(TURNS):
         tails = [random.integers(0, 256, 25 + 30 * branch).tolist() for branch in range(BRANCHES)]
-        handles = [submit(cell, [*text, *tail], 6) for tail in tails]
-        async with submit(cell, text, 400) as left:
+        handles = [cell.submit_tokens([*text, *tail], 6, BLOCK) for tail in tails]
+        async with cell.submit_tokens(text, 400, BLOCK) as left:
             await anext(left)
         await asyncio.gather(*map(answer, handles))
         reused += sum(handle.cached_tokens for handle in handles)

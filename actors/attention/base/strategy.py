@@ -5,6 +5,7 @@ Shape suffixes: t rows, h query heads, g KV heads, d head dim.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Protocol, Self
@@ -77,27 +78,28 @@ class Strategy(Protocol):
         ...
 
 
-AttendRows = Callable[[int, Tensor, Tensor, Tensor, StoreKv], Tensor]
-"""(layer, q_thd, k_tgd, v_tgd of own rows, store) -> attention output of own rows, (t, h, d)."""
+class ProjectedAttention(ABC):
+    """Base of strategies that compute attention from own rows' queries, keys and values."""
 
+    _group: SpGroup
 
-def project_and_attend(
-    group: SpGroup,
-    index: int,
-    layer: Layer,
-    x_td: Tensor,
-    rotary: Rotary,
-    store: StoreKv,
-    attend: AttendRows,
-) -> Tensor:
-    """Project, store the KV of own rows, attend, and return the residual stream (t, hidden)."""
-    timeline = group.clock.timeline
-    with timeline.phase("qkv", layer=index):
-        q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-    store(index, k_thd, v_thd)
-    out_thd = attend(index, q_thd, k_thd, v_thd, store)
-    with timeline.phase("linear", layer=index):
-        return layer.attention_output(x_td, out_thd)
+    def attend_layer(
+        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
+    ) -> Tensor:
+        """See `Strategy`."""
+        timeline = self._group.clock.timeline
+        with timeline.phase("qkv", layer=index):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+        store(index, k_thd, v_thd)
+        out_thd = self.attend(index, q_thd, k_thd, v_thd, store)
+        with timeline.phase("linear", layer=index):
+            return layer.attention_output(x_td, out_thd)
+
+    @abstractmethod
+    def attend(
+        self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
+    ) -> Tensor:
+        """Return the attention output (t, h, d) of this member's rows, in q's dtype."""
 
 
 class OverlappingStrategy:

@@ -35,22 +35,20 @@ from csps.actors.attention.base.history import (
 )
 from csps.actors.attention.base.strategy import (
     OverlappingStrategy,
+    ProjectedAttention,
     Sinks,
     StoreKv,
     no_sinks,
-    project_and_attend,
 )
 from csps.actors.attention.ring.ring import RingAttention, Rounds
 from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan, rotating_history
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.kernels.merge import merge_sink, nothing_seen
-from csps.models.network.network import Layer
-from csps.models.network.rope import Rotary
 
 _log = logging.getLogger(__name__)
 
 
-class RingKv(OverlappingStrategy):
+class RingKv(ProjectedAttention, OverlappingStrategy):
     """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(
@@ -92,16 +90,10 @@ class RingKv(OverlappingStrategy):
         """See `Strategy`. The KV of all members passes every member."""
         return [other for other in range(self._group.size) if other != member]
 
-    def attend_layer(
-        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
-    ) -> Tensor:
-        """See `Strategy`."""
-        return project_and_attend(self._group, index, layer, x_td, rotary, store, self.attend)
-
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
     ) -> Tensor:
-        """Return the attention output (t, h, d) of this member's rows, in q's dtype."""
+        """See `ProjectedAttention`."""
         asked = self._history.ask(layer, q_thd)
         rounds = Rounds(self._group, self._transfers, layer, self._shard(layer, k_thd, v_thd))
         asked.answer()

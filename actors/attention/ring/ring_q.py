@@ -25,10 +25,10 @@ from csps.actors.attention.base.group import SpGroup
 from csps.actors.attention.base.history import ResidentHistory
 from csps.actors.attention.base.strategy import (
     OverlappingStrategy,
+    ProjectedAttention,
     Sinks,
     StoreKv,
     no_sinks,
-    project_and_attend,
 )
 from csps.actors.attention.ring.ring import RingAttention, Rounds, padded
 from csps.actors.attention.ring.ring_plan import RingBlock, RingPlan, with_history
@@ -36,14 +36,12 @@ from csps.actors.comm.mesh import Tag
 from csps.actors.comm.transfers import Label
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.kernels.merge import merge_into, merge_sink, nothing_seen
-from csps.models.network.network import Layer
-from csps.models.network.rope import Rotary
 
 PartialOutput = tuple[Tensor, Tensor]
 """Output (t, h, d) and LSE (h, t)."""
 
 
-class RingQ(OverlappingStrategy):
+class RingQ(ProjectedAttention, OverlappingStrategy):
     """Exact attention of one step on one rank; entered for the duration of the step."""
 
     def __init__(
@@ -59,16 +57,10 @@ class RingQ(OverlappingStrategy):
         """See `Strategy`. Keys and values do not move."""
         return ()
 
-    def attend_layer(
-        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, store: StoreKv
-    ) -> Tensor:
-        """See `Strategy`."""
-        return project_and_attend(self._group, index, layer, x_td, rotary, store, self.attend)
-
     def attend(
         self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, store: StoreKv
     ) -> Tensor:
-        """Return the attention output (t, h, d) of this member's rows, in q's dtype."""
+        """See `ProjectedAttention`."""
         own, plan = self._group.member, self._plan
         keys = partial(self._keys, layer, k_thd, v_thd)
         partials: dict[int, PartialOutput] = {}
