@@ -23,6 +23,8 @@ from campaign_states import documented
 from campaign_trial import SCALE, Outcome, Trial
 from deployed_server import MODEL, Deployed, deployed, name_of, slowdown
 
+from csps.services.http.body import MAX_BYTES
+from csps.services.http.parser_pool import MEMORY_BYTES
 from csps.services.launch.ray_head import session_of
 
 SLOTS = 40_000
@@ -40,6 +42,9 @@ ANSWER_TOKENS, SHORT_PROMPT, SHORT_EVERY_S = 8, 40, 0.5
 ANSWER_S = 120.0
 GOODPUT, REFUSAL_SHARE, TTFT_RATIO = 0.9, 0.05, 1.5
 GROWTH_BYTES = 512 << 20
+BODY_BYTES = MAX_BYTES + MEMORY_BYTES + (128 << 20)
+"""What bodies may take (docs/operations.md): those that are read, the parser of a huge one, and the
+rest for that one's copies."""
 SLOW_CLIENTS, ADDRESSES, SLOW_S = int(10_000 * SCALE), 100, 40.0
 LARGE_BYTES, LARGE_CLIENTS, LARGE_S = 30 << 20, 24, 30.0 * SCALE
 KEYS = "greedy sk-greedy\nmodest sk-modest\n"
@@ -320,16 +325,20 @@ def rate_run(bench: Bench, trial: Trial) -> Outcome:
 
 def slow_run(bench: Bench, trial: Trial) -> Outcome:
     """Hold ten thousand connections that send a byte now and then, from a hundred addresses."""
-    return _beside_clients(bench, trial, lambda server: _slow_clients(server))
+    return _beside_clients(bench, trial, _slow_clients, most=GROWTH_BYTES)
 
 
 def large_run(bench: Bench, trial: Trial) -> Outcome:
     """Send bodies nearly as large as the server reads, many at a time."""
-    return _beside_clients(bench, trial, lambda server: _large_bodies(server))
+    return _beside_clients(bench, trial, _large_bodies, most=BODY_BYTES)
 
 
 def _beside_clients(
-    bench: Bench, trial: Trial, work: Callable[[Deployed], Coroutine[Any, Any, Counter[str]]]
+    bench: Bench,
+    trial: Trial,
+    work: Callable[[Deployed], Coroutine[Any, Any, Counter[str]]],
+    *,
+    most: int,
 ) -> Outcome:
     outcome, prompts, seen = Outcome(tries=0), Prompts(trial.seed), Counter[str]()
     with own_server(bench) as server:
@@ -345,7 +354,7 @@ def _beside_clients(
     _shorts(outcome, shorts)
     outcome.measured |= {name.replace(" ", "_"): count for name, count in seen.items()}
     outcome.measured["short_p95_alone_s"] = round(alone.p95_s(), 3)
-    _judged(outcome, "grew_mib", processes.grown_bytes / 2**20, most=GROWTH_BYTES >> 20)
+    _judged(outcome, "grew_mib", processes.grown_bytes / 2**20, most=most >> 20)
     return outcome
 
 
@@ -389,7 +398,7 @@ async def _large_bodies(server: Deployed) -> Counter[str]:
     bodies = [
         b'{"model": "%s", "prompt": "%s"}' % (MODEL.encode(), b"word " * (LARGE_BYTES // 5)),
         b'{"model": "%s", "prompt": [%s1]}' % (MODEL.encode(), b"1," * (LARGE_BYTES // 2)),
-        b'{"model": "%s", "messages": [%s]}' % (MODEL.encode(), b"{}," * (LARGE_BYTES // 3)),
+        b'{"model": "%s", "messages": [%s{}]}' % (MODEL.encode(), b"{}," * (LARGE_BYTES // 3)),
     ]
 
     async def one(number: int, client: httpx.AsyncClient) -> None:
