@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import tempfile
@@ -48,8 +49,10 @@ rest for that one's copies."""
 SLOW_CLIENTS, ADDRESSES, SLOW_S = int(10_000 * SCALE), 100, 40.0
 LARGE_BYTES, LARGE_CLIENTS, LARGE_S = 30 << 20, 24, 30.0 * SCALE
 KEYS = "greedy sk-greedy\nmodest sk-modest\n"
-AUTH = {"overrides": {"greedy": {"concurrent_requests": 64}}}
+AUTH = {"overrides": {"greedy": {"concurrent_requests": 64}}, "diagnostics": ["modest"]}
 """The greedy key may not fill the queue, which all keys share."""
+STATES = ("queue_s", "plan_s", "rank_queue_s", "compute_s", "prefill_s", "ttft_s")
+"""Times in which the server explains where the modest key's time has gone."""
 
 
 @dataclass
@@ -66,6 +69,8 @@ class Load:
     in_window: int = 0
     """Tokens of requests that were answered while the load went on."""
     ends: float = float("inf")
+    timings: list[dict[str, float]] = field(default_factory=list)
+    """What the server explains, if the key may ask."""
 
     def note(self, prompt: int, ttft_s: float) -> None:
         """Count an answered request."""
@@ -84,7 +89,19 @@ class Load:
 
     def p95_s(self) -> float:
         """Return the time to first token that one request in twenty exceeds."""
-        return sorted(self.ttft_s)[int(0.95 * len(self.ttft_s))] if self.ttft_s else ANSWER_S
+        return p95(self.ttft_s) if self.ttft_s else ANSWER_S
+
+    def states(self, prefix: str) -> dict[str, float]:
+        """Return the time in each state that one request in twenty exceeds."""
+        return {
+            f"{prefix}_{state}": round(p95([timing[state] or 0.0 for timing in self.timings]), 3)
+            for state in STATES
+            if self.timings
+        }
+
+
+def p95(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.95 * len(values))]
 
 
 class Processes:
@@ -156,6 +173,7 @@ def body(prompt: Sequence[int]) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "csps": {"explain": True},
     }
 
 
@@ -170,6 +188,8 @@ async def ask(client: httpx.AsyncClient, prompt: Sequence[int], load: Load) -> N
             async for line in answer.aiter_lines():
                 if '"error"' in line:
                     return load.failed(line)
+                if '"timings"' in line:
+                    load.timings.append(json.loads(line[len("data: ") :])["csps"]["timings"])
                 if first is None and line.startswith("data: {"):
                     first = time.monotonic() - began
         return load.note(len(prompt), first or ANSWER_S)
@@ -467,6 +487,8 @@ def modest_run(bench: Bench, trial: Trial) -> Outcome:
     outcome.measured = {
         "alone_p95_s": round(alone.p95_s(), 3),
         "beside_p95_s": round(beside_it.p95_s(), 3),
+        **alone.states("alone"),
+        **beside_it.states("beside"),
         "greedy_answered": flood.answered,
         "modest_refused": beside_it.refused,
     }
