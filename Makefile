@@ -9,7 +9,7 @@ TRACE_UI := .venv-trace-ui/.installed
 WORKERS := -n 2 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve stop demo trace-ui guidellm aiperf test test-deployed test-slice test-slow campaign campaign-short check format clean
+.PHONY: help serve stop demo trace-ui guidellm aiperf test test-deployed test-slice test-slow test-coverage campaign campaign-short check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ test-slice: $(DEV) ## run a ten-minute slice of the tests that take long
 
 test-slow: $(DEV) ## run the tests that take long as well
 	$(BIN)/pytest $(WORKERS) -m "slow or not slow" --hypothesis-profile=slow $(ARGS)
+
+test-coverage: $(DEV) ## run the tests and print which share of each file's lines they reach
+	$(BIN)/pytest $(WORKERS) --cov --cov-report=term $(ARGS)
 
 campaign: $(DEV) ## break a deployed server in every way; hours, but a second start goes on
 	$(BIN)/python tests/campaign $(ARGS)
