@@ -1,4 +1,4 @@
-"""The dashboard asks for metrics that exist, and so does the page."""
+"""The dashboard asks for metrics that exist, and the page names all of them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,12 @@ def test_every_metric_of_the_dashboard_exists(types: dict[str, str]) -> None:
     assert asked <= plain | {name + suffix for name in histograms for suffix in SUFFIXES}
 
 
-def test_every_metric_of_the_page_exists_once(types: dict[str, str]) -> None:
+def test_the_page_names_every_metric_once(types: dict[str, str]) -> None:
     rows = [line for line in (DOCS / "metrics.md").read_text().splitlines() if line[:3] == "| `"]
     named = [
         name for row in rows for name in re.findall(r"`(\w+)(?:\{[^}]*\})?`", row.split(" | ")[0])
     ]
-    assert set(named) <= set(types)
-    assert len(named) == len(set(named))
+    assert sorted(named) == sorted(types)
 
 
 def test_places_of_panels_do_not_overlap() -> None:
