@@ -25,6 +25,7 @@ from csps.protocols.openai.requests import (
 )
 
 CHECKED_ELSEWHERE = {
+    "docker": "tests/deploy/test_images.py",
     "helm": "tests/helm/test_helm_commands.py",
     "kubectl": "tests/helm/test_helm_commands.py",
     "prometheus": "tests/end_to_end/test_observed.py",

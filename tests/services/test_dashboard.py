@@ -80,6 +80,8 @@ def test_places_of_panels_do_not_overlap() -> None:
 
 def test_the_scrape_configuration_asks_the_port_of_the_server() -> None:
     config = yaml.safe_load((DOCS / "monitoring" / "prometheus.yml").read_text())
+    (rules,) = config["rule_files"]
+    assert (DOCS / "monitoring" / rules).is_file()
     (job,) = config["scrape_configs"]
     assert (job["metrics_path"], job["static_configs"]) == (
         "/metrics",

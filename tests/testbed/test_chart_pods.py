@@ -7,9 +7,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -59,9 +61,9 @@ class Pod:
 
     def start(self) -> None:
         """Run the init containers, then Ray."""
-        self.folder.mkdir(exist_ok=True)
         for one in self.group["template"]["spec"]["initContainers"]:
-            subprocess.run(self._words(one["command"]), env=self._environment(), check=True)
+            assert "env" not in one, "HAProxy's does without"
+            subprocess.run(self._words(one["command"]), check=True)
         params = [f"--{name}={value}" for name, value in self.group["rayStartParams"].items()]
         line = " ".join(["ray", "start", self.start_options, *params, OPERATOR_FLAGS])
         with (self.folder / "ray.log").open("ab") as log:
@@ -187,6 +189,7 @@ def cell() -> Iterator[Cell]:
         finally:
             for pod in (made.head, made.worker):
                 pod.kill()
+                shutil.rmtree(pod.folder)
 
 
 def pods_of(bed: Testbed) -> Cell:
@@ -200,7 +203,9 @@ def pods_of(bed: Testbed) -> Cell:
 
     def pod(name: str, server: Server, options: str) -> Pod:
         own = f"{options} --node-ip-address={server.address} {temporary}"
-        return Pod(server, rendered.groups[name], folder / name, own, shared)
+        # Ray puts a node's id into the path of HAProxy's sockets, which must be short.
+        short = Path(tempfile.mkdtemp(prefix="pod-", dir="/tmp"))
+        return Pod(server, rendered.groups[name], short, own, shared)
 
     return Cell(
         rendered,
