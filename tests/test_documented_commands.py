@@ -26,6 +26,7 @@ from csps.protocols.openai.requests import (
 from csps.services.settings.hub import is_hub_id
 
 CHECKED_ELSEWHERE = {
+    "docker": "tests/deploy/test_images.py",
     "helm": "tests/helm/test_helm_commands.py",
     "kubectl": "tests/helm/test_helm_commands.py",
     "prometheus": "tests/end_to_end/test_observed.py",
