@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from csps.configurator.model.attention_shape import AttentionShape, lse_elements
 from csps.configurator.model.phase_times import AttentionTimes, LinearTime, PhaseTimes
 from csps.configurator.model.scaling_information_base import (
     LinkRow,
@@ -25,9 +24,9 @@ from csps.configurator.plan.profiles import fit_phases, link_speed, with_overhea
 from csps.loadgen.simulator.cluster_file import (
     BITS_PER_BYTE,
     ClusterServer,
-    Count,
     Links,
     LinkSection,
+    ModelSection,
     Section,
     read_named,
 )
@@ -36,19 +35,6 @@ from csps.protocols.core.topology import Topology
 
 HARDWARE = Path(__file__).parent / "hardware"
 Positive = Annotated[float, Field(gt=0)]
-
-
-class ModelSection(Section):
-    """Sizes of a model."""
-
-    hidden: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    layers: Annotated[int, Field(ge=2)]
-    intermediate: Count
-    """Width of the MLP."""
-    element_bytes: Annotated[int, Field(ge=2, le=8)] = 2
 
 
 class RankSection(Section):
@@ -123,14 +109,7 @@ def _group(file: HardwareFile, folder: Path, instances: int | None) -> Simulated
     sharing = file.rank.ranks_per_core > 1
     numbers = {server: number for number, server in enumerate(dict.fromkeys(servers))}
     group = SimulatedGroup(
-        shape=AttentionShape(
-            hidden=model.hidden,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            layers=model.layers,
-            lse=lse_elements(model.element_bytes),
-        ),
+        shape=model.attention,
         locations=tuple(locations),
         tp=tp,
         times=times,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from csps.configurator.costs.cost_table import WHOLE_PERMILLE
 from csps.configurator.costs.latency import HybridCost, LatencyTable
+from csps.configurator.model.attention_shape import AttentionShape
 from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.step_messages import PrefillStep
 
@@ -52,6 +54,26 @@ class LinkModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenBytes:
+    """Bytes of a token in all layers, which instances exchange."""
+
+    shape: AttentionShape
+    """Sizes of the model's attention, for the formulas of traffic."""
+    element: float
+    """Bytes of an element."""
+
+    @property
+    def kv(self) -> float:
+        """Return the bytes of its keys and values."""
+        return 2 * self.shape.kv_width * self.shape.layers * self.element
+
+    @property
+    def queries(self) -> float:
+        """Return the bytes of its queries, or of attention's output."""
+        return self.shape.width * self.shape.layers * self.element
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterModel:
     """Everything that simulated time depends on, apart from requests and policy."""
 
@@ -64,8 +86,14 @@ class ClusterModel:
     """Link between instances of one server. None: KV arrives at once."""
     between: LinkModel | None = None
     """Link between instances of two servers. None: KV arrives at once."""
+    measured: LinkModel | None = None
+    """Link between the instances on which `table` was measured, all on one server: the times hold
+    their exchanges. None: the times hold no exchange.
+    """
     kv_bytes_per_token: int = 0
     layers: int = 1
+    attention: AttentionShape | None = None
+    """Sizes of the model. None: as many query heads as KV heads, and hidden rows as wide."""
     receiving_backends: int | None = None
     """Transfers that a decode instance receives at a time. None: no limit."""
     max_positions: int = 1 << 20
@@ -114,12 +142,14 @@ class ClusterModel:
         tp = self.decode.tp
         return HybridCost(step=self.table.step(1, tp), decode=self.table.iteration(instances, tp))
 
-    def move_ns(self, tokens: int) -> int:
-        """Return how long a KV transfer takes between two instances of a server."""
-        if self.inside is None:
-            return 0
-        size = tokens * self.kv_bytes_per_token
-        return self.inside.latency_ns + size * 1_000_000_000 // self.inside.bytes_per_s
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Return the bytes of a token."""
+        shape = self.attention or AttentionShape(
+            hidden=1, heads=1, kv_heads=1, head_dim=1, layers=self.layers
+        )
+        elements = 2 * shape.kv_width * shape.layers
+        return TokenBytes(shape=shape, element=self.kv_bytes_per_token / elements)
 
     @cached_property
     def _strategies(self) -> frozenset[str]:
@@ -134,3 +164,7 @@ class ClusterModel:
         cost = self.table.step(len(step.group), self.prefill.tp, strategy)
         rows = ((chunk.length, chunk.start) for chunk in step.chunks)
         return cost.predict_batch_ns(rows) + self.step_gap_ns
+
+    def permille(self, step: PrefillStep) -> int:
+        """Return a step's time in thousandths of exact SP-NTP on its group."""
+        return WHOLE_PERMILLE

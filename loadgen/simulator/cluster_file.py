@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from csps.configurator.costs.cost_table import read_latencies
 from csps.configurator.costs.latency import (
+    FRACTION_BITS,
     DecodeCost,
     LatencyKey,
     LatencyTable,
@@ -25,8 +26,10 @@ from csps.configurator.costs.latency import (
     parse_table,
 )
 from csps.configurator.costs.latency_tables import PUBLISHED
+from csps.configurator.model.attention_shape import AttentionShape, lse_elements
 from csps.configurator.model.scaling_information_base import ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
+from csps.protocols.attention.plan import EXACT
 from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.gang.members import GangRole
 
@@ -49,6 +52,7 @@ def read_named(name_or_path: str, folder: Path) -> tuple[Path, Any]:
 
 CLUSTERS = Path(__file__).parent / "clusters"
 BITS_PER_BYTE = 8
+NS_PER_S = 1_000_000_000
 LATENCY_FIT = "latency"
 """Name of the fits that `csps profile` writes."""
 Count = Annotated[int, Field(ge=1)]
@@ -102,7 +106,7 @@ class LinkSection(Section):
 
 
 class Links(Section):
-    """Links that KV takes. KV arrives at once where no link is given."""
+    """Links between instances. What takes a link that is not given arrives at once."""
 
     inside: LinkSection | None = None
     """Link between instances of one server."""
@@ -124,6 +128,12 @@ class Latency(Section):
 
     steps: dict[Count, tuple[Seconds, Seconds, Seconds, Seconds]] | None = None
     """Seconds of a step on `sp` instances: a + b L + c C L + d L^2 for L tokens after C others."""
+    strategy: Literal["ulysses", "ring_kv", "ring_q"] | None = None
+    """Exact strategy of `steps`, by which its exchanges are priced. Not given: `ulysses`."""
+    measured: LinkSection | None = None
+    """Link between the instances of one server on which the times were measured, with exchanges.
+    Not given: as in `sib` or `table`; other times hold no exchange that computing does not hide.
+    """
     published: str | None = None
     """Name of a paper's table of steps."""
     decode: dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection] | None = None
@@ -141,6 +151,36 @@ class Kv(Section):
     """Bytes of keys and values of a token in all layers."""
     layers: Count = 1
     """Number of layers. KV of all but the last one is sent while a step computes."""
+
+
+class ModelSection(Section):
+    """Sizes of a model."""
+
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    layers: Annotated[int, Field(ge=2)]
+    intermediate: Count
+    """Width of the MLP."""
+    element_bytes: Annotated[int, Field(ge=2, le=8)] = 2
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Return the sizes of its attention."""
+        return AttentionShape(
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            layers=self.layers,
+            lse=lse_elements(self.element_bytes),
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of keys and values of a token in all layers."""
+        return 2 * self.kv_heads * self.head_dim * self.layers * self.element_bytes
 
 
 class Gaps(Section):
@@ -164,7 +204,8 @@ class ClusterFile(Section):
     servers: Annotated[tuple[ClusterServer, ...], Field(min_length=1)]
     links: Links = Links()
     latency: Latency
-    kv: Kv = Kv()
+    kv: Kv | None = None
+    """Not given: the sizes of `model`."""
     receiving_backends: Count | None = None
     """KV transfers that a decode instance receives at a time. Not given: no limit."""
     max_positions: Count = 1 << 20
@@ -172,9 +213,28 @@ class ClusterFile(Section):
     quantum_ms: Annotated[float, Field(ge=0)] = 0.0
     """Time between two yield points of a low-priority step; 0 means anywhere."""
     gaps_us: Gaps = Gaps()
-    model: Any = None
+    model: ModelSection | None = None
+    """Sizes of the model. Not given: it has as many query heads as KV heads, for exchanges."""
     rank: Any = None
-    """`model` and `rank` are read by `csps plan` only."""
+    """Read by `csps plan` only."""
+
+    @model_validator(mode="after")
+    def _one_size_of_kv(self) -> ClusterFile:
+        if self.kv and self.model and self.kv.bytes_per_token != self.model.kv_bytes:
+            raise ValueError(
+                f"kv.bytes_per_token: {self.kv.bytes_per_token}, but a token of the model has "
+                f"{self.model.kv_bytes}; leave it out"
+            )
+        if self.kv and self.model and self.kv.layers != self.model.layers:
+            raise ValueError(f"kv.layers: the model has {self.model.layers}; leave it out")
+        return self
+
+    @property
+    def kv_sizes(self) -> Kv:
+        """Return the KV sizes, as given or the model's."""
+        if self.kv is None and self.model is not None:
+            return Kv(bytes_per_token=self.model.kv_bytes, layers=self.model.layers)
+        return self.kv or Kv()
 
 
 def load_cluster(name_or_path: str) -> ClusterModel:
@@ -207,15 +267,18 @@ def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterMod
 
 def _model(file: ClusterFile, name: str) -> ClusterModel:
     prefill, decode = _gangs(file)
+    table, kv = _table(file.latency, name, prefill, decode), file.kv_sizes
     return ClusterModel(
         name=name,
         prefill=prefill,
         decode=decode,
-        table=_with_links(_table(file.latency, name, prefill, decode), file.links),
+        table=_with_links(table, file.links),
+        measured=_link(file.latency.measured) or _measured_link(table),
         inside=_link(file.links.inside),
         between=_link(file.links.between),
-        kv_bytes_per_token=file.kv.bytes_per_token,
-        layers=file.kv.layers,
+        kv_bytes_per_token=kv.bytes_per_token,
+        layers=kv.layers,
+        attention=None if file.model is None else file.model.attention,
         receiving_backends=file.receiving_backends,
         max_positions=file.max_positions,
         quantum_ns=round(file.quantum_ms * 1_000_000),
@@ -273,6 +336,18 @@ def _link(section: LinkSection | None) -> LinkModel | None:
     )
 
 
+def _measured_link(table: LatencyTable) -> LinkModel | None:
+    """Return the link on which a table's times were measured; None: it has no measured link."""
+    cost = dict(table.links).get("inside")
+    if cost is None or not cost.b:
+        return None
+    return LinkModel(
+        bytes_per_s=(NS_PER_S << FRACTION_BITS) // cost.b,
+        latency_ns=cost.a >> FRACTION_BITS,
+        shared=False,
+    )
+
+
 def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
     """Replace measured link costs by those that the file gives."""
     given = {"inside": links.inside, "between": links.between}
@@ -287,6 +362,8 @@ def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
 def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -> LatencyTable:
     sources = ("steps", "published", "sib", "table")
     given = [key for key in sources if getattr(latency, key) is not None]
+    if latency.strategy is not None and latency.steps is None:
+        raise ConfigError("latency: strategy: only that of `steps` can be given")
     if len(given) != 1:
         raise ConfigError(f"latency: one of {', '.join(sources)}, not {given or 'none'}")
     if latency.sib is not None:
@@ -294,8 +371,8 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
     elif latency.table is not None:
         table = read_latencies(Path(latency.table))
     else:
-        steps = _steps(latency, prefill.tp)
-        table = LatencyTable(name=name, exact="exact", steps=steps)
+        exact, steps = _steps(latency, prefill.tp)
+        table = LatencyTable(name=name, exact=exact, steps=steps)
     if latency.decode is not None:
         decode_costs = tuple(
             (LatencyKey(strategy="decode", sp=sp, tp=decode.tp), _decode(triple))
@@ -323,10 +400,12 @@ def _measured(path: Path) -> LatencyTable:
     return parse_table(fit.canonical)
 
 
-def _steps(latency: Latency, tp: int) -> tuple[tuple[LatencyKey, StepCost], ...]:
+def _steps(latency: Latency, tp: int) -> tuple[str, tuple[tuple[LatencyKey, StepCost], ...]]:
+    """Return the exact strategy that was measured, and its times."""
     if latency.steps is not None:
-        return tuple(
-            (LatencyKey(strategy="exact", sp=sp, tp=tp), StepCost.of_seconds(*coefficients))
+        exact = latency.strategy or EXACT
+        return exact, tuple(
+            (LatencyKey(strategy=exact, sp=sp, tp=tp), StepCost.of_seconds(*coefficients))
             for sp, coefficients in latency.steps.items()
         )
     assert latency.published is not None
@@ -335,11 +414,7 @@ def _steps(latency: Latency, tp: int) -> tuple[tuple[LatencyKey, StepCost], ...]
             f"latency: no published table '{latency.published}'"
             f"{nearest(latency.published, PUBLISHED)}"
         )
-    return tuple(
-        (LatencyKey(strategy="exact", sp=key.sp, tp=key.tp), cost)
-        for key, cost in table.steps
-        if key.strategy == table.exact
-    )
+    return table.exact, table.steps
 
 
 def _decode(section: tuple[float, float, float] | DecodeSection) -> DecodeCost:
