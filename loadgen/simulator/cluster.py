@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from csps.configurator.costs.cost_table import WHOLE_PERMILLE
 from csps.configurator.costs.latency import HybridCost, LatencyTable
 from csps.configurator.model.attention_shape import AttentionShape
+from csps.loadgen.simulator.planned_options import PlannedOptions
+from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.step_messages import PrefillStep
+from csps.services.scheduling.events.events import index_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,8 @@ class ClusterModel:
     layers: int = 1
     attention: AttentionShape | None = None
     """Sizes of the model. None: as many query heads as KV heads, and hidden rows as wide."""
+    options: PlannedOptions | None = None
+    """Options of attention, with times. None: all attention is exact."""
     receiving_backends: int | None = None
     """Transfers that a decode instance receives at a time. None: no limit."""
     max_positions: int = 1 << 20
@@ -165,6 +169,19 @@ class ClusterModel:
         rows = ((chunk.length, chunk.start) for chunk in step.chunks)
         return cost.predict_batch_ns(rows) + self.step_gap_ns
 
-    def permille(self, step: PrefillStep) -> int:
-        """Return a step's time in thousandths of exact SP-NTP on its group."""
-        return WHOLE_PERMILLE
+    def permille(self, step: PrefillStep) -> int | None:
+        """Return a step's time in thousandths of computing by exact SP-NTP on its group.
+
+        None: the pipeline simulator cannot tell.
+        """
+        if self.options is None:
+            return None
+        places = sorted(
+            Location.parse(self.prefill.instances[index_of(instance)].location)
+            for instance in step.group
+        )
+        shape, tokens = GroupShape.of(places, self.prefill.tp), step.bounds[-1]
+        if not self.options.prices(shape, tokens):
+            return None
+        history = max(chunk.start for chunk in step.chunks)
+        return self.options.permille(step.strategy, shape, history, tokens)

@@ -6,13 +6,11 @@ unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from csps.configurator.costs.cost_table import read_latencies
 from csps.configurator.costs.latency import (
@@ -26,92 +24,31 @@ from csps.configurator.costs.latency import (
     parse_table,
 )
 from csps.configurator.costs.latency_tables import PUBLISHED
-from csps.configurator.model.attention_shape import AttentionShape, lse_elements
 from csps.configurator.model.scaling_information_base import ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
+from csps.loadgen.simulator.hardware import (
+    BITS_PER_BYTE,
+    ClusterServer,
+    Count,
+    Links,
+    LinkSection,
+    ModelSection,
+    Permission,
+    RankSection,
+    RankSpeed,
+    Section,
+    read_named,
+)
+from csps.loadgen.simulator.planned_options import PlannedOptions
 from csps.protocols.attention.plan import EXACT
-from csps.protocols.core.errors import ConfigError, abridged, nearest
+from csps.protocols.core.errors import ConfigError, nearest
 from csps.protocols.gang.members import GangRole
 
-
-def read_named(name_or_path: str, folder: Path) -> tuple[Path, Any]:
-    """Return the path and content of a YAML file, given by its stem in a folder or by its path.
-
-    Raises:
-        ConfigError: the file does not exist or is no YAML; the message names it.
-    """
-    named = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-    path = named.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
-        raise ConfigError(f"no cluster '{name_or_path}'{nearest(name_or_path, named)}; or a file")
-    try:
-        return path, yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 CLUSTERS = Path(__file__).parent / "clusters"
-BITS_PER_BYTE = 8
 NS_PER_S = 1_000_000_000
 LATENCY_FIT = "latency"
 """Name of the fits that `csps profile` writes."""
-Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
-Permission = Literal["prefill", "decode"]
-
-
-class Section(BaseModel):
-    """Base of all sections of a cluster file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys_only(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for key in data:
-                if key not in cls.model_fields:
-                    hint = nearest(str(key), cls.model_fields)
-                    raise ValueError(f"unknown key {abridged(key)}{hint}")
-        return data
-
-
-class ClusterServer(Section):
-    """One or more identical servers."""
-
-    rack: Annotated[int, Field(ge=0)] = 0
-    count: Count = 1
-    """Number of servers, numbered within the rack in the order of the file."""
-    instances: Count
-    """Copies of the weights on each server."""
-    tp: Count = 1
-    """Ranks of each instance."""
-    permissions: Annotated[tuple[Permission, ...], Field(min_length=1)]
-    kv_slots: Count
-    """Tokens that each rank of an instance can hold."""
-    cores: Count | None = None
-    """Cores of each server, which all its ranks share. Not given: every rank has its own."""
-
-
-class LinkSection(Section):
-    """A kind of link."""
-
-    gbps: Annotated[float, Field(gt=0)]
-    """Bandwidth in 10^9 bits a second."""
-    latency_us: Annotated[float, Field(ge=0)] = 0.0
-    shared: bool = False
-    """One link for all (inside: of a server; between: of the whole cluster). Otherwise each pair of
-    instances (inside) or of servers (between) has its own.
-    """
-
-
-class Links(Section):
-    """Links between instances. What takes a link that is not given arrives at once."""
-
-    inside: LinkSection | None = None
-    """Link between instances of one server."""
-    between: LinkSection | None = None
-    """Link between servers."""
 
 
 class DecodeSection(Section):
@@ -153,36 +90,6 @@ class Kv(Section):
     """Number of layers. KV of all but the last one is sent while a step computes."""
 
 
-class ModelSection(Section):
-    """Sizes of a model."""
-
-    hidden: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    layers: Annotated[int, Field(ge=2)]
-    intermediate: Count
-    """Width of the MLP."""
-    element_bytes: Annotated[int, Field(ge=2, le=8)] = 2
-
-    @property
-    def attention(self) -> AttentionShape:
-        """Return the sizes of its attention."""
-        return AttentionShape(
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            layers=self.layers,
-            lse=lse_elements(self.element_bytes),
-        )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of keys and values of a token in all layers."""
-        return 2 * self.kv_heads * self.head_dim * self.layers * self.element_bytes
-
-
 class Gaps(Section):
     """Microseconds without computation. Papers leave them out, real machines have them."""
 
@@ -215,11 +122,13 @@ class ClusterFile(Section):
     gaps_us: Gaps = Gaps()
     model: ModelSection | None = None
     """Sizes of the model. Not given: it has as many query heads as KV heads, for exchanges."""
-    rank: Any = None
-    """Read by `csps plan` only."""
+    rank: RankSection | None = None
+    """Speed of a rank, by which the pipeline simulator prices options of attention, as in
+    `csps plan`. Not given: all attention is exact.
+    """
 
     @model_validator(mode="after")
-    def _one_size_of_kv(self) -> ClusterFile:
+    def _one_model(self) -> ClusterFile:
         if self.kv and self.model and self.kv.bytes_per_token != self.model.kv_bytes:
             raise ValueError(
                 f"kv.bytes_per_token: {self.kv.bytes_per_token}, but a token of the model has "
@@ -227,6 +136,8 @@ class ClusterFile(Section):
             )
         if self.kv and self.model and self.kv.layers != self.model.layers:
             raise ValueError(f"kv.layers: the model has {self.model.layers}; leave it out")
+        if self.rank and not self.model:
+            raise ValueError("rank: needs the sizes of `model`")
         return self
 
     @property
@@ -244,18 +155,23 @@ def load_cluster(name_or_path: str) -> ClusterModel:
         ConfigError: the file does not exist or is invalid; the message names file and key.
     """
     path, data = read_named(name_or_path, CLUSTERS)
-    return parse_cluster(data, name=path.stem, place=str(path))
+    return parse_cluster(data, name=path.stem, place=str(path), folder=path.parent)
 
 
-def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterModel:
+def parse_cluster(
+    data: Any, *, name: str, place: str = "cluster", folder: Path | None = None
+) -> ClusterModel:
     """Return the model of a cluster file's content.
+
+    Args:
+        folder: where the file is, for paths in it. None: the working directory.
 
     Raises:
         ConfigError: the content is invalid.
     """
     try:
         file = ClusterFile.model_validate(data)
-        return _model(file, name)
+        return _model(file, name, folder or Path())
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -265,7 +181,14 @@ def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterMod
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _model(file: ClusterFile, name: str) -> ClusterModel:
+def _options(file: ClusterFile, folder: Path, tp: int) -> PlannedOptions | None:
+    if file.rank is None or file.model is None:
+        return None
+    speed = RankSpeed.read(file.model, file.rank, file.links, folder=folder, tp=tp)
+    return PlannedOptions(speed)
+
+
+def _model(file: ClusterFile, name: str, folder: Path) -> ClusterModel:
     prefill, decode = _gangs(file)
     table, kv = _table(file.latency, name, prefill, decode), file.kv_sizes
     return ClusterModel(
@@ -279,6 +202,7 @@ def _model(file: ClusterFile, name: str) -> ClusterModel:
         kv_bytes_per_token=kv.bytes_per_token,
         layers=kv.layers,
         attention=None if file.model is None else file.model.attention,
+        options=_options(file, folder, prefill.tp),
         receiving_backends=file.receiving_backends,
         max_positions=file.max_positions,
         quantum_ns=round(file.quantum_ms * 1_000_000),

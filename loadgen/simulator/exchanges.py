@@ -7,8 +7,8 @@ transfers use at the same time.
 - Rings exchange while they compute. A step ends when both are done.
 - All-to-alls of SP-NTP and all-gathers of SP-TP are waited for: their bytes are sent after a step
   has computed. Sending each layer's share between its computations would take as long.
-- Sparse attention overlaps both. Its time relative to exact attention on the same group is the
-  pipeline simulator's, exchanges included.
+- With the speed of a rank (`rank`), the pipeline simulator prices these and sparse attention,
+  exchanges included, relative to computing alone. Its exchanges then take links from others only.
 - History that moves to other members (Tetris §4.1) travels while the step computes; the first
   layer waits for its share.
 - New KV that others keep goes round with a ring, except for the last layer's.
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from typing import TypeVar
 
+from csps.configurator.costs.cost_table import WHOLE_PERMILLE
 from csps.configurator.costs.latency import FRACTION_BITS, HybridCost
 from csps.configurator.model.attention_shape import AttentionShape
 from csps.configurator.model.traffic import (
@@ -88,6 +89,7 @@ class StepTimes:
         self._cluster, self._network = cluster, network
         self._links: dict[tuple[tuple[int, ...], str], _GroupLinks] = {}
         self._token_bytes = cluster.token_bytes
+        self._measured_rings = {key.strategy for key, _ in cluster.table.steps}.intersection(RINGS)
 
     def of(self, step: PrefillStep) -> StepTime:
         """Return the time of a step."""
@@ -97,12 +99,13 @@ class StepTimes:
         strategy, settings = parse_option(step.strategy)
         if strategy == EXACT and settings is None:
             strategy = self._cluster.table.exact
-        if strategy in RINGS:
+        permille = self._cluster.permille(step)
+        if permille is not None and strategy not in self._measured_rings:
+            time = self._of_option(step, alone_ns, permille)
+        elif strategy in RINGS:
             time = self._of_ring(step, strategy, alone_ns)
-        elif settings is None and strategy not in (LEVELS, SPARSE):
-            time = self._of_exchange(step, strategy, alone_ns)
         else:
-            time = self._of_option(step, strategy, alone_ns)
+            time = self._of_exchange(step, strategy, settings, alone_ns)
         return self._with_moves(step, strategy, time)
 
     def _of_ring(self, step: PrefillStep, ring: str, alone_ns: int) -> StepTime:
@@ -122,9 +125,14 @@ class StepTimes:
         ratio = 2 * self._token_bytes.queries / max(1.0, self._token_bytes.kv)
         return sum(min(chunk.start, ratio * chunk.length) for chunk in step.chunks)
 
-    def _of_exchange(self, step: PrefillStep, strategy: str, alone_ns: int) -> StepTime:
-        links, tokens = self._group_links(step, strategy), step.bounds[-1]
+    def _of_exchange(
+        self, step: PrefillStep, strategy: str, settings: CsaSettings | None, alone_ns: int
+    ) -> StepTime:
+        links, tokens = self._group_links(step, step.strategy), step.bounds[-1]
         computing_ns = max(0, alone_ns - self._measured_ns(step, strategy))
+        if strategy in (LEVELS, SPARSE):
+            # Without the speed of a rank nothing is known of how much computing hides.
+            return StepTime(work_ns=computing_ns, after=links.sends(tokens))
         waits = 2 * self._cluster.layers - 1  # a link adds its latency once by itself
         return StepTime(work_ns=computing_ns + waits * links.latency_ns, after=links.sends(tokens))
 
@@ -139,13 +147,11 @@ class StepTimes:
         taken_ns = transfer_ns(measured, round(sent / pairs * tokens))
         return 2 * self._cluster.layers * measured.latency_ns + taken_ns
 
-    def _of_option(self, step: PrefillStep, strategy: str, alone_ns: int) -> StepTime:
-        """Price an option whose time is given relative to exact SP-NTP on the same group."""
-        exact = self._of_exchange(step, EXACT, alone_ns)
-        exact_ns = exact.work_ns + longest_ns(exact.after)
-        permille = self._cluster.permille(step)
+    def _of_option(self, step: PrefillStep, alone_ns: int, permille: int) -> StepTime:
+        """Price an option by the pipeline simulator, which knows what its exchanges wait for."""
+        computing_ns = max(0, alone_ns - self._measured_ns(step, EXACT))
         sends = self._group_links(step, step.strategy).sends(step.bounds[-1])
-        return StepTime(work_ns=exact_ns * permille // 1000, beside=sends)
+        return StepTime(work_ns=computing_ns * permille // WHOLE_PERMILLE, beside=sends)
 
     # --- moves of KV ---
 
