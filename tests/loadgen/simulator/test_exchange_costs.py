@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from ring_traffic import ring_kv_traffic
+from small_cluster import MODEL, cluster
 
 from csps.configurator.model.traffic import Traffic, sp_tp_traffic, ulysses_traffic
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, LinkModel
-from csps.loadgen.simulator.cluster_file import parse_cluster
 from csps.loadgen.simulator.decode_batch import SimulatedMember
 from csps.loadgen.simulator.decode_gang import DecodeGang
 from csps.loadgen.simulator.exchanges import StepTimes, iteration_costs
@@ -38,39 +38,7 @@ from csps.protocols.gang.step_messages import (
 from csps.services.scheduling.events.commands import Reserve, SetGroup
 from csps.services.scheduling.events.events import AnyEvent, Moved
 
-MODEL = {
-    "hidden": 1024,
-    "heads": 8,
-    "kv_heads": 2,
-    "head_dim": 128,
-    "layers": 8,
-    "intermediate": 4096,
-}
 TOKENS = 1 << 16
-
-
-def cluster(*, elastic: bool = False, **more: Any) -> ClusterModel:
-    """Two servers of four that prefill, and two that decode; or two of four that do both."""
-    prefill = {"count": 2, "instances": 4, "permissions": ["prefill"], "kv_slots": 400_000}
-    decode = {"count": 2, "instances": 2, "permissions": ["decode"], "kv_slots": 900_000}
-    servers = [prefill, decode]
-    if elastic:
-        servers = [{**prefill, "permissions": ["prefill", "decode"]}]
-    steps = {size: [0.01, 3e-5 / size, 2e-10 / size, 1e-10 / size] for size in (1, 2, 4, 8)}
-    iterations = {size: [0.005, 1e-9 / size, 1e-4 / size] for size in (1, 2, 4, 8)}
-    return parse_cluster(
-        {
-            "servers": servers,
-            "links": {
-                "inside": {"gbps": 800, "latency_us": 5},
-                "between": {"gbps": 100, "latency_us": 20},
-            },
-            "latency": {"steps": steps, "decode": iterations, **more.pop("latency", {})},
-            "model": MODEL,
-            **more,
-        },
-        name="test",
-    )
 
 
 def slower(link: LinkModel | None, factor: int) -> LinkModel:
