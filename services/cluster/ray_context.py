@@ -79,7 +79,11 @@ def fail_to_start() -> bool:
     """Return whether Serve says of a deployment of this application that its replicas fail when
     they start, or have failed too often."""
     application = serve.status().applications[application_name()]
-    return any("failed to start" in status.message for status in application.deployments.values())
+    return application.status == "DEPLOY_FAILED" or any(
+        deployment.status_trigger == "REPLICA_STARTUP_FAILED"
+        or "failed to start" in deployment.message
+        for deployment in application.deployments.values()
+    )
 
 
 def _node_address() -> str:
