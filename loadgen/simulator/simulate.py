@@ -20,8 +20,14 @@ from csps.loadgen.simulator.kernel import SimulationResult, Simulator
 from csps.loadgen.simulator.requests import arrivals_of, queue_fields, records_of, tenant_fields
 from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, workload
-from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, FittedRequests, fit
-from csps.loadgen.workloads.traces import at_rate, read_trace
+from csps.loadgen.workloads.request import (
+    HASH_BLOCK_TOKENS,
+    FittedRequests,
+    Slo,
+    WorkloadRequest,
+    fit,
+)
+from csps.loadgen.workloads.traces import TraceRules, at_rate, read_trace
 from csps.protocols.core.errors import ConfigError
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
@@ -39,7 +45,14 @@ def main(argv: Sequence[str]) -> int:
     requests = chosen(arguments, cluster)
     began = time.perf_counter()
     reuse = reuse_of(arguments.kv_reuse)
-    found = simulate(cluster, arguments.policy, options_of(arguments.option), requests, reuse)
+    found = simulate(
+        cluster,
+        arguments.policy,
+        options_of(arguments.option),
+        requests,
+        reuse,
+        users=arguments.max_concurrency,
+    )
     wall_s = time.perf_counter() - began
     result = result_of(arguments, cluster, requests, found)
     print("\n".join(lines(result)))
@@ -68,8 +81,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cluster", required=True, help=f"{clusters}, or a file")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
-    source.add_argument("--trace", type=Path, help="JSONL with lengths and times (Mooncake's)")
+    add_trace_options(parser, source)
     parser.add_argument("--rate", type=rate, help="requests/s; of a trace: default as recorded")
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="USERS",
+        help="closed loop: so many users, each of whom waits for the answer before; no --rate",
+    )
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="bounds of requests that bring none: ttft:2000 tpot:50 e2el:9000",
+    )
     parser.add_argument(
         "--kv-reuse",
         type=share,
@@ -79,14 +105,59 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="default: 1000, or the whole trace")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and times (0)")
     parser.add_argument("--output-len", type=int, help="answers have at most so many tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    arguments = parser.parse_args(argv)
+    if (users := arguments.max_concurrency) is not None:
+        if users < 1 or arguments.rate is not None:
+            parser.error("--max-concurrency: at least 1, and no --rate beside it")
+    elif arguments.workload and arguments.rate is None:
+        parser.error("--workload needs a --rate or --max-concurrency")
+    return arguments
+
+
+def add_trace_options(
+    parser: argparse.ArgumentParser, source: argparse._MutuallyExclusiveGroup
+) -> None:
+    """Add the options that say which trace to read, and how."""
+    source.add_argument("--trace", type=Path, help="Mooncake's JSONL or Azure's CSV")
     parser.add_argument(
         "--arrival-speedup-ratio", type=positive, default=1.0, help="of a trace without a rate"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    arguments = parser.parse_args(argv)
-    if arguments.workload and arguments.rate is None:
-        parser.error("--workload needs a --rate")
-    return arguments
+    parser.add_argument(
+        "--ignore-fields",
+        type=names,
+        default=(),
+        metavar="NAME,NAME",
+        help="fields of a trace to leave out; others that are unknown or cannot be simulated are "
+        "errors",
+    )
+
+
+def names(word: str) -> tuple[str, ...]:
+    """Return the names of a list with commas."""
+    return tuple(filter(None, word.split(",")))
+
+
+NO_TEXT = {
+    "prompt": "the simulator computes no text and counts no tokens: 'input_length' is enough",
+    "answer": "the simulator computes no text, so no answer can be right or wrong",
+    "cls": "the simulator has no times for attention that requests set themselves",
+}
+"""Reasons why fields of a trace cannot be simulated."""
+EXACT_ONLY = "the cluster's times are of exact attention: no loss of accuracy can be traded"
+
+
+def read_simulable(arguments: argparse.Namespace) -> list[WorkloadRequest]:
+    """Return the requests of `--trace`, all of which the simulator can honor.
+
+    Raises:
+        ConfigError: the trace is malformed or empty, or asks for what cannot be simulated.
+    """
+    rules = TraceRules(refused=NO_TEXT, exact=EXACT_ONLY, ignored=arguments.ignore_fields)
+    requests = read_trace(arguments.trace, speedup=arguments.arrival_speedup_ratio, rules=rules)
+    if not requests:
+        raise ConfigError(f"{arguments.trace} has no requests")
+    return requests
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -114,14 +185,11 @@ def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> FittedReques
         return generate(
             workload(arguments.workload),
             arguments.requests or DEFAULT_REQUESTS,
-            arrivals=Arrivals(rate=arguments.rate),
+            arrivals=Arrivals(rate=arguments.rate or math.inf),
             seed=arguments.seed,
             size=Size(positions=cluster.max_positions, longest_output=arguments.output_len),
         )
-    requests = read_trace(arguments.trace, speedup=arguments.arrival_speedup_ratio)
-    requests = requests[: arguments.requests]
-    if not requests:
-        raise ConfigError(f"{arguments.trace} has no requests")
+    requests = read_simulable(arguments)[: arguments.requests]
     if arguments.rate is not None and not math.isinf(arguments.rate):
         requests = at_rate(requests, arguments.rate)
     return fit(requests, cluster.max_positions)
@@ -186,14 +254,19 @@ def simulate(
     options: dict[str, Any],
     requests: FittedRequests,
     reuse: ReuseSettings | None = None,
+    *,
+    users: int | None = None,
 ) -> SimulationResult:
     """Run one simulation.
+
+    Args:
+        users: number of users in a closed loop. None: requests come at their times.
 
     Raises:
         ConfigError: the policy or option is unknown.
     """
     scheduler = scheduler_of(cluster, policy, options, reuse)
-    simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests))
+    simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests), users=users)
     found = simulator.run()
     simulator.gangs.check_idle()
     scheduler.check_invariants()
@@ -214,6 +287,7 @@ def result_of(
         "cluster": cluster.name,
         "workload": source,
         "seed": arguments.seed,
+        "loop": "open" if arguments.max_concurrency is None else "closed",
         "prompts_cut": requests.cut,
         "cached_tokens": sum(outcome.cached for outcome in found.outcomes),
         **queue_fields(found.outcomes),
@@ -224,9 +298,11 @@ def result_of(
         label=f"{arguments.policy} {source}",  # a report draws one curve per label, over all rates
         model_id=cluster.name,
         request_rate=arguments.rate or math.inf,
+        max_concurrency=arguments.max_concurrency,
+        slo=Slo.parse(arguments.goodput),
         facts=facts,
     )
-    return summarize(records_of(found.outcomes), run)
+    return summarize(records_of(requests.requests, found.outcomes), run)
 
 
 _ROWS = {
@@ -237,6 +313,8 @@ _ROWS = {
     "Prompt tokens from cached KV": "cached_tokens",
     "Duration (s)": "duration",
     "Throughput (requests/s)": "request_throughput",
+    "Goodput (requests/s)": "request_goodput",
+    "Within SLO (share)": "slo_attainment",
     "Prompt and answer tokens/s": "total_token_throughput",
     "Mean queue (ms)": "mean_queue_ms",
     "P99 queue (ms)": "p99_queue_ms",
