@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from csps.configurator.costs.cost_table import Costs, CostTable
-from csps.loadgen.bench.options import positive, rate
+from csps.loadgen.bench.options import add_ignored_fields, positive, rate
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster
@@ -123,19 +123,7 @@ def add_trace_options(
     parser.add_argument(
         "--arrival-speedup-ratio", type=positive, default=1.0, help="of a trace without a rate"
     )
-    parser.add_argument(
-        "--ignore-fields",
-        type=names,
-        default=(),
-        metavar="NAME,NAME",
-        help="fields of a trace to leave out; others that are unknown or cannot be simulated are "
-        "errors",
-    )
-
-
-def names(word: str) -> tuple[str, ...]:
-    """Return the names of a list with commas."""
-    return tuple(filter(None, word.split(",")))
+    add_ignored_fields(parser)
 
 
 NO_TEXT = {

@@ -93,8 +93,24 @@ def read_trace(
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
-    # The sort is stable: turns of a conversation without times stay in the order of the file.
-    return sorted(requests, key=lambda request: request.arrival_ns)
+    return _in_order(requests)
+
+
+def _in_order(requests: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
+    """Return the requests in order of arrival, the turns of a conversation in that of the file.
+
+    A later turn may lack a time, and none comes before the turns before it.
+    """
+    begun_ns: dict[str, int] = {}
+    keys = []
+    for request in requests:
+        at_ns = request.arrival_ns
+        if request.conversation is not None:
+            at_ns = max(at_ns, begun_ns.get(request.conversation, 0))
+            begun_ns[request.conversation] = at_ns
+        keys.append(at_ns)
+    order = sorted(range(len(requests)), key=keys.__getitem__)
+    return [requests[index] for index in order]
 
 
 def read_sharegpt(path: Path, count: Count | None) -> list[WorkloadRequest]:
@@ -141,7 +157,9 @@ def write_trace(requests: Iterable[WorkloadRequest], path: Path) -> None:
 
 def at_rate(requests: list[WorkloadRequest], rate: float) -> list[WorkloadRequest]:
     """Return the requests with times stretched to an average rate in requests per second."""
-    span_ns = requests[-1].arrival_ns - requests[0].arrival_ns if requests else 0
+    # Later turns of a conversation may have no time.
+    last_ns = max((request.arrival_ns for request in requests), default=0)
+    span_ns = last_ns - requests[0].arrival_ns if requests else 0
     if span_ns == 0:
         return requests
     factor = (len(requests) - 1) / rate * 1e9 / span_ns

@@ -154,6 +154,8 @@ class ParsedBody:
     strategy: AskedRing | None
     prefix: PrefixKey | None
     answer: AnswerOptions
+    session: str | None = None
+    """Name of the conversation, if the client gives it one."""
 
 
 class BodyParser:
@@ -347,6 +349,7 @@ class BodyParser:
             strategy=options.ring,
             prefix=prefix,
             answer=answer,
+            session=request.session_id,
         )
 
     def _answer(self, request: GenerationRequest, endpoint: Endpoint) -> AnswerOptions:

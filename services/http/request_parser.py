@@ -142,6 +142,7 @@ class RequestParser:
             deadline_s=self._deadline_s,
             prefix=body.prefix,
             hashes=prompt.hashes,
+            session=body.session,
         )
 
     def _warn_of_tokens_without_embedding(self, vocab: int) -> None:

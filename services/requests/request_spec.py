@@ -151,6 +151,8 @@ class RequestSpec:
     """Prefix-cache key for lookup and insertion; None disables prefix caching for this request."""
     hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's whole blocks."""
+    session: str | None = None
+    """Client's name of the conversation, for traces of requests."""
     deadline_s: float | None = None
     """Seconds after submission at which an unfinished request fails; None for no deadline."""
 

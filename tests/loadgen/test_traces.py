@@ -34,7 +34,7 @@ requests_st = st.builds(
     prompt=st.none() | st.text(min_size=1),
     answer=st.none() | st.text(),
     objective=st.none() | st.just(RequestObjective(objective="ttft", max_accuracy_loss=0.01)),
-    conversation=st.none() | st.text(),
+    conversation=st.none() | st.sampled_from(["", "a", "\n"]),
     tenant=st.text(),
     delay_ns=st.integers(0, 10**12),
     slo=st.none() | st.builds(Slo, ttft=st.floats(0, 1e9), tpot=st.none() | st.just(20)),
@@ -50,7 +50,17 @@ def test_a_written_trace_is_read_back_equal(
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     write_trace(requests, path)
-    assert read_trace(path) == sorted(requests, key=lambda request: request.arrival_ns)
+    read = read_trace(path)
+    assert sorted(map(repr, read)) == sorted(map(repr, requests))
+    alone = [request for request in requests if request.conversation is None]
+    assert [request for request in read if request.conversation is None] == sorted(
+        alone, key=lambda request: request.arrival_ns
+    )
+    for name in {request.conversation for request in requests} - {None}:
+        turns = [request for request in requests if request.conversation == name]
+        assert [request for request in read if request.conversation == name] == turns
+        first = read.index(turns[0])
+        assert all(request.arrival_ns <= turns[0].arrival_ns for request in read[:first])
 
 
 def test_a_line_of_mooncakes(tmp_path: Path) -> None:
