@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from csps.configurator.costs.cost_table import Costs, CostTable
 from csps.loadgen.bench.options import add_ignored_fields, positive, rate
+from csps.loadgen.report.page import write_page
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster
+from csps.loadgen.simulator.cluster_file import CLUSTERS
 from csps.loadgen.simulator.kernel import SimulationResult, Simulator
 from csps.loadgen.simulator.requests import arrivals_of, queue_fields, records_of, tenant_fields
+from csps.loadgen.simulator.run_meter import RunMeter
+from csps.loadgen.simulator.systems import SYSTEMS, cluster_for, system_named
 from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, workload
 from csps.loadgen.workloads.request import (
@@ -41,26 +45,47 @@ UNLIMITED = 1 << 40
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 1 if no request completed."""
     arguments = parse(argv)
-    cluster = load_cluster(arguments.cluster)
+    system = system_named(arguments.policy)
+    cluster = cluster_for(system, arguments.cluster, arguments.gangs)
     requests = chosen(arguments, cluster)
     began = time.perf_counter()
     reuse = reuse_of(arguments.kv_reuse)
+    meter = RunMeter(cluster, progress_on(sys.stderr, len(requests.requests)))
     found = simulate(
         cluster,
-        arguments.policy,
-        options_of(arguments.option),
+        system.policy,
+        system.options_on(cluster, options_of(arguments.option)),
         requests,
         reuse,
         users=arguments.max_concurrency,
+        meter=meter,
     )
     wall_s = time.perf_counter() - began
-    result = result_of(arguments, cluster, requests, found)
+    result = result_of(arguments, cluster, requests, found) | meter.fields
     print("\n".join(lines(result)))
     print(f"simulated in {wall_s:.1f} s, {len(requests.requests) / wall_s:.0f} requests/s")
     if arguments.json is not None:
         write_result(result, arguments.json)
         print(f"result: {arguments.json}")
+    if arguments.html is not None:
+        write_page([result], arguments.html, f"{arguments.policy} on {cluster.name}")
+        print(f"report: {arguments.html}")
     return 0 if result["completed"] else 1
+
+
+def progress_on(out: TextIO, total: int) -> Callable[[int], None] | None:
+    """Return a function that shows progress on a terminal; None elsewhere."""
+    if not out.isatty():
+        return None
+    begin_s = time.perf_counter()
+
+    def show(done: int) -> None:
+        filled = 40 * done // max(1, total)
+        seconds = time.perf_counter() - begin_s
+        bar = "#" * filled + "." * (40 - filled)
+        print(f"\r[{bar}] {done}/{total} requests, {seconds:.0f} s", end="", file=out, flush=True)
+
+    return show
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -70,7 +95,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="csps simulate",
         description="Run a scheduling policy on a simulated cluster (docs/simulator.md).",
     )
-    parser.add_argument("--policy", default="csps", help="as in config.yaml (default: csps)")
+    parser.add_argument(
+        "--policy",
+        default="csps",
+        help=f"as in config.yaml (default: csps), or one of {', '.join(SYSTEMS)}",
+    )
     parser.add_argument(
         "--option",
         action="append",
@@ -79,6 +108,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="of the policy, as in config.yaml; may be given several times",
     )
     parser.add_argument("--cluster", required=True, help=f"{clusters}, or a file")
+    parser.add_argument(
+        "--gangs",
+        metavar="NxTP[+NxTP]",
+        help="of a cluster file with `gpus`: an elastic gang, or prefill and decode gangs "
+        "(default: as the policy needs)",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
     add_trace_options(parser, source)
@@ -106,6 +141,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of lengths and times (0)")
     parser.add_argument("--output-len", type=int, help="answers have at most so many tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots here")
     arguments = parser.parse_args(argv)
     if (users := arguments.max_concurrency) is not None:
         if users < 1 or arguments.rate is not None:
@@ -244,17 +280,22 @@ def simulate(
     reuse: ReuseSettings | None = None,
     *,
     users: int | None = None,
+    meter: RunMeter | None = None,
 ) -> SimulationResult:
     """Run one simulation.
 
     Args:
         users: number of users in a closed loop. None: requests come at their times.
+        meter: counts what happens.
 
     Raises:
         ConfigError: the policy or option is unknown.
     """
     scheduler = scheduler_of(cluster, policy, options, reuse)
-    simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests), users=users)
+    arrivals = arrivals_of(requests.requests)
+    simulator = Simulator(scheduler, cluster, arrivals, users=users, observer=meter)
+    if meter is not None:
+        meter.watch(scheduler)
     found = simulator.run()
     simulator.gangs.check_idle()
     scheduler.check_invariants()
@@ -293,6 +334,11 @@ def result_of(
     return summarize(records_of(requests.requests, found.outcomes), run)
 
 
+def _worth(name: str, count: object) -> bool:
+    """Return whether a mechanism is worth a word in the summary."""
+    return name != "steps" and isinstance(count, int) and count > 0
+
+
 _ROWS = {
     "Requests": "num_prompts",
     "Completed": "completed",
@@ -324,6 +370,19 @@ def lines(result: Result) -> Iterator[str]:
         if value is not None:
             shown = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
             yield f"  {title + ':':<30}{shown:>16}"
+    mechanisms = result.get("mechanisms")
+    if mechanisms:
+        sizes = mechanisms["steps_by_instances"].items()
+        shown = ", ".join(f"{count} on {size}" for size, count in sizes)
+        yield f"  {'Steps by instances:':<30}{shown:>16}"
+        others = [f"{count:,} {name}" for name, count in mechanisms.items() if _worth(name, count)]
+        yield f"  {'Mechanisms:':<30}{', '.join(others).replace('_', ' ') or 'none':>16}"
+        if mechanisms["steps"]:
+            busy = f"{result['prefill_utilization']:.1%}"
+            yield f"  {'Prefill instances busy:':<30}{busy:>16}"
+        for gang, shares in result["kv_use"].items():
+            if gang != "times_s" and shares:
+                yield f"  {f'Most KV in the {gang} gang:':<30}{max(shares):>16.1%}"
     for name, served in result.get("tenants", {}).items():
         tokens = f"{served['input_tokens']:,} in, {served['output_tokens']:,} out"
         yield f"  {name or 'no name'}: {served['completed']} completed, tokens {tokens}"
