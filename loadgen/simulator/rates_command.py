@@ -24,7 +24,7 @@ from csps.loadgen.simulator.simulate import add_trace_options, read_simulable
 from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, Workload, workload
 from csps.loadgen.workloads.request import fit
-from csps.loadgen.workloads.traces import at_rate
+from csps.loadgen.workloads.traces import at_rate, with_times
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import Location
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, group_sizes
@@ -129,7 +129,7 @@ def _sampler(arguments: argparse.Namespace, cluster: ClusterModel) -> PromptSamp
     if arguments.trace is None:
         chosen = workload(arguments.workload)
         return sampler_of(chosen, cluster, requests=arguments.requests, seed=arguments.seed)
-    requests = read_simulable(arguments)[: arguments.requests]
+    requests = with_times(read_simulable(arguments))[: arguments.requests]
 
     def draw(load: float) -> Prompts:
         fitted = fit(at_rate(requests, load), cluster.max_positions)

@@ -166,6 +166,22 @@ def at_rate(requests: list[WorkloadRequest], rate: float) -> list[WorkloadReques
     return [replace(request, arrival_ns=round(request.arrival_ns * factor)) for request in requests]
 
 
+def with_times(requests: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
+    """Return the requests by time, where later turns of conversations come as if answers took none.
+
+    For planning without decoding, which cannot know when an answer ends.
+    """
+    last_ns: dict[str, int] = {}
+    timed = []
+    for request in requests:
+        if request.conversation is not None:
+            earliest_ns = last_ns.get(request.conversation, 0) + request.delay_ns
+            request = replace(request, arrival_ns=max(request.arrival_ns, earliest_ns))
+            last_ns[request.conversation] = request.arrival_ns
+        timed.append(request)
+    return sorted(timed, key=lambda request: request.arrival_ns)
+
+
 class _FieldError(ValueError):
     """A field is wrong; the message lacks its place."""
 

@@ -19,7 +19,13 @@ from csps.loadgen.workloads.request import (
     converse,
 )
 from csps.loadgen.workloads.text import Writer
-from csps.loadgen.workloads.traces import TraceRules, at_rate, read_trace, write_trace
+from csps.loadgen.workloads.traces import (
+    TraceRules,
+    at_rate,
+    read_trace,
+    with_times,
+    write_trace,
+)
 from csps.models.needle_prompts.haystack import is_correct
 from csps.protocols.core.errors import ConfigError
 
@@ -169,6 +175,21 @@ def test_a_wrong_line_of_a_csv_is_named(tmp_path: Path, old: str, new: str, mess
     path.write_text(AZURE.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
         read_trace(path)
+
+
+def test_later_turns_get_times_for_planning(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 5000, "session_id": "a"},
+        {"delay": 1000, "session_id": "a"},
+        {"timestamp": 5500},
+        {"delay": 1000, "session_id": "a", "timestamp": 9000},
+    ]
+    rows = [{"input_length": n, "output_length": 1, **line} for n, line in enumerate(lines, 1)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    read = with_times(read_trace(path))
+    found = [(request.input_length, request.arrival_ns // 10**6) for request in read]
+    assert found == [(1, 5000), (3, 5500), (2, 6000), (4, 9000)]
 
 
 def test_a_missing_trace_is_named() -> None:
