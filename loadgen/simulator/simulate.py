@@ -61,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         meter=meter,
     )
     wall_s = time.perf_counter() - began
+    if sys.stderr.isatty():
+        print(file=sys.stderr)  # ends the line of the progress bar
     result = result_of(arguments, cluster, requests, found) | meter.fields
     print("\n".join(lines(result)))
     print(f"simulated in {wall_s:.1f} s, {len(requests.requests) / wall_s:.0f} requests/s")

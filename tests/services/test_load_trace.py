@@ -13,6 +13,7 @@ from gang_threads import eventually
 from http_over_ranks import served
 
 from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.rates_command import main as rates
 from csps.loadgen.simulator.simulate import simulate
 from csps.loadgen.workloads.request import FittedRequests
 from csps.loadgen.workloads.traces import read_trace
@@ -144,6 +145,21 @@ def test_numbers_differ_between_routers(tmp_path: Path) -> None:
     assert not set(one["hash_ids"]) & set(other["hash_ids"])
     assert one["session_id"] != other["session_id"]
     assert one["tenant"] == other["tenant"] == "alice"
+
+
+def test_tetris_is_profiled_on_what_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later turns have no time of their own, and are planned behind those before."""
+    trace = LoadTrace(tmp_path / "a")
+    for number in range(12):
+        begin_s = 1e9 + 0.1 * number
+        trace.record(
+            ended(20_000, session=f"s{number % 4}", submitted_s=begin_s, ended_s=begin_s + 0.05)
+        )
+    assert sum("delay" in row for row in rows(tmp_path / "a")) == 8
+    rates(["--cluster", "tetris-16", "--trace", str(tmp_path / "a")])
+    assert "  - [0.5, 0." in capsys.readouterr().out
 
 
 def test_a_file_is_bounded(tmp_path: Path) -> None:
