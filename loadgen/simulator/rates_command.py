@@ -129,7 +129,7 @@ def _sampler(arguments: argparse.Namespace, cluster: ClusterModel) -> PromptSamp
     if arguments.trace is None:
         chosen = workload(arguments.workload)
         return sampler_of(chosen, cluster, requests=arguments.requests, seed=arguments.seed)
-    requests = with_times(read_simulable(arguments))[: arguments.requests]
+    requests = with_times(read_simulable(arguments, cluster))[: arguments.requests]
 
     def draw(load: float) -> Prompts:
         fitted = fit(at_rate(requests, load), cluster.max_positions)

@@ -12,7 +12,7 @@ import numpy as np
 
 from csps.configurator.costs.cost_table import EXACT
 from csps.loadgen.results.record import RequestRecord, Status
-from csps.loadgen.simulator.decode_batch import IterationLog, SimulatedMember
+from csps.loadgen.simulator.decode_batch import IterationEnds, SimulatedMember
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
 from csps.protocols.attention.plan import Objective, RequestClass
 from csps.protocols.core.placement import KvSlice, own, tokens_on
@@ -54,15 +54,6 @@ class Arrival:
     def asked_tokens(self) -> int:
         """Return the tokens that the scheduler has to expect."""
         return self.output_tokens if self.max_tokens is None else self.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class IterationEnds:
-    """Times of tokens: the ends of iterations [start, stop) of a batch or of one member."""
-
-    log: IterationLog | SimulatedMember
-    start: int
-    stop: int
 
 
 @dataclass(slots=True, kw_only=True)

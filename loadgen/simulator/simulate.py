@@ -170,16 +170,17 @@ NO_TEXT = {
     "cls": "the simulator has no times for attention that requests set themselves",
 }
 """Reasons why fields of a trace cannot be simulated."""
-EXACT_ONLY = "the cluster's times are of exact attention: no loss of accuracy can be traded"
+EXACT_ONLY = "the cluster file has no `rank`, so all attention is exact and no accuracy is traded"
 
 
-def read_simulable(arguments: argparse.Namespace) -> list[WorkloadRequest]:
+def read_simulable(arguments: argparse.Namespace, cluster: ClusterModel) -> list[WorkloadRequest]:
     """Return the requests of `--trace`, all of which the simulator can honor.
 
     Raises:
         ConfigError: the trace is malformed or empty, or asks for what cannot be simulated.
     """
-    rules = TraceRules(refused=NO_TEXT, exact=EXACT_ONLY, ignored=arguments.ignore_fields)
+    exact = EXACT_ONLY if cluster.options is None else ""
+    rules = TraceRules(refused=NO_TEXT, exact=exact, ignored=arguments.ignore_fields)
     requests = read_trace(arguments.trace, speedup=arguments.arrival_speedup_ratio, rules=rules)
     if not requests:
         raise ConfigError(f"{arguments.trace} has no requests")
@@ -215,7 +216,7 @@ def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> FittedReques
             seed=arguments.seed,
             size=Size(positions=cluster.max_positions, longest_output=arguments.output_len),
         )
-    requests = read_simulable(arguments)[: arguments.requests]
+    requests = read_simulable(arguments, cluster)[: arguments.requests]
     if arguments.rate is not None and not math.isinf(arguments.rate):
         requests = at_rate(requests, arguments.rate)
     return fit(requests, cluster.max_positions)
@@ -248,7 +249,10 @@ def scheduler_of(
         ConfigError: the policy or option is unknown, the policy cannot use such gangs, or
             piggybacked prefill lacks a prefix cache or measured latencies.
     """
-    made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options, reuse)
+    table = CostTable(
+        latencies=cluster.table, buckets={} if cluster.options is None else cluster.options
+    )
+    made = scheduler_with(Costs(table), policy, options, reuse)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
     piggyback_tokens = options.get("prefill_tokens_max")
     if piggyback_tokens and (reuse is None or not reuse.enabled):
