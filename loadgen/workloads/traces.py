@@ -174,11 +174,10 @@ def with_times(requests: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
     last_ns: dict[str, int] = {}
     timed = []
     for request in requests:
-        if request.conversation is not None:
-            earliest_ns = last_ns.get(request.conversation, 0) + request.delay_ns
-            request = replace(request, arrival_ns=max(request.arrival_ns, earliest_ns))
-            last_ns[request.conversation] = request.arrival_ns
-        timed.append(request)
+        at_ns = request.arrival_ns
+        if (name := request.conversation) is not None:
+            at_ns = last_ns[name] = max(at_ns, last_ns.get(name, 0) + request.delay_ns)
+        timed.append(replace(request, arrival_ns=at_ns))
     return sorted(timed, key=lambda request: request.arrival_ns)
 
 
@@ -245,7 +244,7 @@ def _json_request(line: str, speedup: float, rules: TraceRules) -> WorkloadReque
         objective=objective,
         slo=_slo(row.get("slo")),
         cls=str(row.get("cls") or ""),
-        conversation=None if (name := row.get("session_id")) is None else str(name),
+        conversation=None if row.get("session_id") is None else str(row["session_id"]),
         tenant=str(row.get("tenant") or ""),
     )
 
