@@ -318,7 +318,7 @@ def _arranged(file: ClusterFile, gpus: Gpus, arrangement: Arrangement) -> Cluste
     tp = (arrangement.decode or arrangement.prefill).tp
     if tp not in file.latency.decode_by_tp:
         raise ConfigError(f"latency: decode_by_tp: no times of instances with {tp} ranks")
-    latency = {"decode": file.latency.decode_by_tp[tp]}
+    latency: dict[str, Any] = {"decode": file.latency.decode_by_tp[tp]}
     if arrangement.pipeline_chunk is not None:
         latency["pipeline_chunk"] = arrangement.pipeline_chunk
     return file.model_copy(
