@@ -26,6 +26,7 @@ from csps.protocols.openai.requests import (
 
 CHECKED_ELSEWHERE = {
     "docker": "tests/deploy/test_images.py",
+    "haproxy": "tests/examples/test_two_cells.py",
     "helm": "tests/helm/test_helm_commands.py",
     "kubectl": "tests/helm/test_helm_commands.py",
     "prometheus": "tests/end_to_end/test_observed.py",
