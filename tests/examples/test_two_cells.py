@@ -30,7 +30,7 @@ from csps.services.settings.settings import shipped_models
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "two_cells.cfg"
 DEADLINE_S = 300.0
 POLL_S = 0.1
-PROMPT_TOKENS = 28_000
+PROMPT_TOKENS = 24_000
 LATER_TTFT = 0.08
 """Most that a later turn's first token may take, of the first turn's."""
 LONG_ANSWER = 3_000
@@ -129,7 +129,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployed, 
                     tmp_path_factory.mktemp("cell"),
                     prefill=one_rank,
                     decode=one_rank,
-                    kv_reuse={"enabled": True},
+                    kv_reuse={"enabled": True, "max_share": 0.9},  # room for a whole prompt
                 )
             )
             for _ in range(2)
