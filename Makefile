@@ -4,6 +4,7 @@ BIN := .venv/bin
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
 LOAD_TESTERS := .venv-load-testers/.installed
+LM_EVAL := .venv-lm-eval/.installed
 TRACE_UI := .venv-trace-ui/.installed
 AUDIT := .venv-audit/.installed
 # Where torch's wheels for CPUs are. They are taken where no NVIDIA driver is: PyPI's bring CUDA,
@@ -13,7 +14,7 @@ CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 WORKERS := -n 2 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve stop demo trace-ui guidellm aiperf test test-deployed test-slice test-slow campaign campaign-short check audit format clean
+.PHONY: help serve stop demo trace-ui guidellm aiperf lm-eval test test-deployed test-slice test-slow test-coverage campaign campaign-short check audit format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +37,9 @@ guidellm: $(LOAD_TESTERS) ## load-test the running server with guidellm
 aiperf: $(LOAD_TESTERS) ## load-test the running server with aiperf
 	@.venv-load-testers/bin/python benchmarks/load_testers.py $@ $(ARGS)
 
+lm-eval: $(DEV) $(LM_EVAL) ## let lm-eval judge the included model's answers
+	$(BIN)/pytest tests/services/test_lm_eval.py -m slow $(ARGS)
+
 test: $(DEV) ## run the tests (minutes, two cores suffice)
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
@@ -49,6 +53,9 @@ test-slice: $(DEV) ## run a ten-minute slice of the tests that take long
 
 test-slow: $(DEV) ## run the tests that take long as well
 	$(BIN)/pytest $(WORKERS) -m "slow or not slow" --hypothesis-profile=slow $(ARGS)
+
+test-coverage: $(DEV) ## run the tests and print which share of each file's lines they reach
+	$(BIN)/pytest $(WORKERS) --cov --cov-report=term $(ARGS)
 
 campaign: $(DEV) ## break a deployed server in every way; hours, but a second start goes on
 	$(BIN)/python tests/campaign $(ARGS)
@@ -75,7 +82,7 @@ format: $(DEV) ## let ruff repair what it can
 
 clean: ## stop the server, remove the environment and what the server has left behind
 	@if [ -e run/ray.json ]; then $(MAKE) --no-print-directory stop; fi
-	rm -rf .venv .venv-audit .venv-load-testers .venv-trace-ui run build dist
+	rm -rf .venv .venv-audit .venv-lm-eval .venv-load-testers .venv-trace-ui run build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -109,6 +116,13 @@ $(LOAD_TESTERS): pyproject.toml constraints.txt
 	.venv-load-testers/bin/pip install --quiet --disable-pip-version-check \
 	  $$(grep '^torch==' constraints.txt) $$(.venv-load-testers/bin/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['bench'])")
+	@touch $@
+
+# In an environment of its own: thirty packages for one test, and none of them a need of csps.
+$(LM_EVAL): Makefile
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/pip install --quiet --disable-pip-version-check \
+	  'lm-eval[api]==0.4.13' 'transformers>=5.0,<6'
 	@touch $@
 
 # In an environment of its own: it is large, and serves another purpose.
