@@ -234,7 +234,8 @@ def test_a_group_shrinks_when_there_is_room_on_fewer_instances() -> None:
     assert len({kv_slice.instance for kv_slice in (*move.after.slices, *move.after.answer)}) == 1
     token_ns = watched.run.outcomes[3].token_ns
     gaps = [after - before for before, after in pairwise(token_ns)]
-    assert (max(gaps[10:20]), max(gaps[-20:])) == (30 * MS, 10 * MS)
+    # While it is on two, its queries take the link besides.
+    assert (max(gaps[10:20]), max(gaps[-20:])) == (pytest.approx(30 * MS, rel=0.005), 10 * MS)
     retain = Watched(arrivals, two, tipping_tokens=9000, migrate=False)
     assert not retain.moves
 
