@@ -205,7 +205,7 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
         return self._groups[shape]
 
 
-def _largest(ends: list[Loss], settings: Sequence[CsaSettings]) -> list[float]:
+def _largest(ends: Sequence[Loss], settings: Sequence[CsaSettings]) -> list[float]:
     """Return the larger losses of a bucket's shortest and longest prompts."""
     return list(map(max, *(loss(settings) for loss in ends)))
 
