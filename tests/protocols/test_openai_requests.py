@@ -256,7 +256,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed: must be between"),
     ({"n": 129}, "n: must be between 1 and 128, got 129"),
     ({"priority": 1}, "priority: only 0 is supported, got 1"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs: not supported by this server"),
     ({"use_beam_search": True}, "use_beam_search: only false is supported, got true"),
     ({"length_penalty": 2}, "length_penalty: only 1 is supported, got 2"),
     ({"thinking_token_budget": 9}, "thinking_token_budget: not supported by this server"),
@@ -490,7 +489,12 @@ REFUSED_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs: must be an integer, got true"),
     ({"best_of": 1, "n": 2}, "best_of: must be at least n (2)"),
     ({"best_of": 2, "stream": True}, "best_of: must be n for a stream"),
-    ({"echo": True, "logprobs": 1}, "logprobs: not supported with 'echo'"),
+    (
+        {"echo": True, "logprobs": 1, "stream": True},
+        "logprobs: not supported with 'echo' and 'stream'",
+    ),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: not supported with 'stream'"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs: must be"),
     ({"suffix": "x"}, "suffix: not supported"),
 ]
 
