@@ -206,8 +206,9 @@ class SequencedRanks:
             self._changed.update(ranks)
         while self._changed:
             rank = min(self._changed)
-            if not self._begin(rank):
-                self._changed.discard(rank)
+            self._changed.discard(rank)
+            if self._begin(rank):
+                self._changed.add(rank)
 
     def _begin(self, rank: int) -> bool:
         """Begin the next entry of a rank if it is next on all its ranks; return whether it is

@@ -41,7 +41,6 @@ from csps.protocols.sequencer.log_entries import (
 )
 from csps.protocols.sequencer.steps import Quantum, SequencedStep, SequencedSteps, StepSpec
 
-
 MOST_QUANTA = 2
 """Quanta of a step that may be outstanding."""
 
