@@ -77,9 +77,10 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
             strategies=("ntp",),
         )
 
-    def with_accuracy(self, accuracy: AccuracyModel) -> PlannedOptions:
-        """Return options that may lose as much accuracy as a request allows."""
-        return PlannedOptions(self._speed, accuracy)
+    def measured(self, accuracy: AccuracyModel) -> None:
+        """Offer what loses as much accuracy as a request allows, from now on."""
+        self._accuracy = accuracy
+        self._found.clear()
 
     def add(self, cls: RequestClass) -> None:
         """Plan options for requests of a class as well.

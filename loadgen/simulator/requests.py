@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from csps.configurator.costs.cost_table import EXACT
 from csps.loadgen.results.record import RequestRecord, Status
 from csps.loadgen.simulator.decode_batch import IterationEnds, SimulatedMember
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
@@ -35,7 +36,7 @@ class Arrival:
     """Tokens that the request generates. The scheduler does not know this number."""
     max_tokens: int | None = None
     """The token limit that the request states to the scheduler. None: `output_tokens`."""
-    cls: str = "exact"
+    cls: str = EXACT
     hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's blocks. Empty: the prompt shares no prefix."""
     tenant: TenantId = 0
@@ -126,14 +127,19 @@ class SimulatedSequence:
 QUEUE_PERCENTILES = (50, 99)
 
 
-def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
-    """Return the requests of a workload as arrivals whose answers have exactly their length."""
+def arrivals_of(requests: Sequence[WorkloadRequest], cls: str = EXACT) -> list[Arrival]:
+    """Return the requests of a workload as arrivals whose answers have exactly their length.
+
+    Args:
+        cls: class of the requests that ask for no attention of their own.
+    """
     tenants = tenants_of(requests)
     return [
         Arrival(
             at_ns=request.arrival_ns,
             prompt_tokens=request.input_length,
             output_tokens=request.output_length,
+            cls=cls,
             hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
             tenant=tenants[request.tenant],
         )

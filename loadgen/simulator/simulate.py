@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from csps.configurator.costs.cost_table import Costs, CostTable
+from csps.configurator.costs.cost_table import EXACT, Costs, CostTable
+from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.loadgen.bench.options import positive, rate
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
 from csps.loadgen.simulator.cluster import ClusterModel
@@ -22,7 +24,9 @@ from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, workload
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, FittedRequests, fit
 from csps.loadgen.workloads.traces import at_rate, read_trace
+from csps.protocols.attention.plan import RequestClass
 from csps.protocols.core.errors import ConfigError
+from csps.protocols.openai.csps_options import CspsRequestOptions, request_class
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
@@ -37,9 +41,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     cluster = load_cluster(arguments.cluster)
     requests = chosen(arguments, cluster)
+    asked = None if arguments.csps is None else attention(arguments.csps)
+    cls = with_options(cluster, asked, arguments.accuracy)
     began = time.perf_counter()
     reuse = reuse_of(arguments.kv_reuse)
-    found = simulate(cluster, arguments.policy, options_of(arguments.option), requests, reuse)
+    found = simulate(
+        cluster, arguments.policy, options_of(arguments.option), requests, reuse, cls=cls
+    )
     wall_s = time.perf_counter() - began
     result = result_of(arguments, cluster, requests, found)
     print("\n".join(lines(result)))
@@ -82,11 +90,58 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--arrival-speedup-ratio", type=positive, default=1.0, help="of a trace without a rate"
     )
+    parser.add_argument(
+        "--csps",
+        metavar="JSON",
+        help="the csps object of all requests, as in the API; the cluster file needs a rank",
+    )
+    parser.add_argument(
+        "--accuracy", type=Path, metavar="FOLDER", help="regressor of the loss of accuracy"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     arguments = parser.parse_args(argv)
     if arguments.workload and arguments.rate is None:
         parser.error("--workload needs a --rate")
     return arguments
+
+
+def attention(text: str) -> RequestClass:
+    """Return the class of requests with a `csps` object.
+
+    Raises:
+        ConfigError: the object is invalid.
+    """
+    try:
+        return request_class(CspsRequestOptions.model_validate_json(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        named = first.get("ctx", {}).get("field")
+        field = ".".join([*map(str, first["loc"]), *([named] if named else [])])
+        raise ConfigError(f"--csps: {field + ': ' if field else ''}{first['msg']}") from None
+
+
+def with_options(cluster: ClusterModel, cls: RequestClass | None, accuracy: Path | None) -> str:
+    """Plan options for requests of a class; return the class's name for the scheduler.
+
+    Args:
+        cls: class of the requests. None: they ask for nothing.
+        accuracy: folder of the model's losses of accuracy.
+
+    Raises:
+        ConfigError: the cluster has no times of such attention.
+    """
+    if cluster.options is None:
+        if cls is not None and (cls.csa is not None or cls.objective is not None):
+            raise ConfigError(
+                "--csps: the cluster file says nothing of sparse attention; give it the speed of "
+                "a rank (docs/simulator.md)"
+            )
+        return EXACT if cls is None or cls.strategy is None else cls.key
+    if accuracy is not None:
+        cluster.options.measured(AccuracyModel.load(accuracy, None))
+    cls = cls or RequestClass()
+    cluster.options.add(cls)
+    return cls.key
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -189,14 +244,19 @@ def simulate(
     options: dict[str, Any],
     requests: FittedRequests,
     reuse: ReuseSettings | None = None,
+    *,
+    cls: str = EXACT,
 ) -> SimulationResult:
     """Run one simulation.
+
+    Args:
+        cls: class of the requests that ask for no attention of their own.
 
     Raises:
         ConfigError: the policy or option is unknown.
     """
     scheduler = scheduler_of(cluster, policy, options, reuse)
-    simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests))
+    simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests, cls))
     found = simulator.run()
     simulator.gangs.check_idle()
     scheduler.check_invariants()
