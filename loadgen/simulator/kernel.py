@@ -169,6 +169,7 @@ class Simulator:
 
     def _arrive(self, index: int) -> None:
         outcome = self._outcomes[index]
+        arrival = outcome.arrival
         self.post_event(
             Submitted(
                 request_id=outcome.request,
@@ -177,6 +178,8 @@ class Simulator:
                 cls=outcome.arrival.cls,
                 hashes=outcome.arrival.hashes,
                 tenant=outcome.arrival.tenant,
+                priority=arrival.priority if arrival.told else 0,
+                promise=arrival.promise if arrival.told else None,
             )
         )
         if index + 1 < len(self._outcomes):

@@ -18,6 +18,7 @@ from csps.protocols.gang.messages import EvictKv
 from csps.services.scheduling.events.events import (
     AnyEvent,
     InstanceId,
+    Promise,
     RequestId,
     SequenceId,
     TenantId,
@@ -39,6 +40,10 @@ class Arrival:
     hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's blocks. Empty: the prompt shares no prefix."""
     tenant: TenantId = 0
+    priority: int = 0
+    promise: Promise | None = None
+    told: bool = True
+    """True if the scheduler is told priority and promise."""
 
     @property
     def asked_tokens(self) -> int:
@@ -135,8 +140,12 @@ class SimulatedSequence:
 QUEUE_PERCENTILES = (50, 99)
 
 
-def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
-    """Return the requests of a workload as arrivals whose answers have exactly their length."""
+def arrivals_of(requests: Sequence[WorkloadRequest], *, told: bool = True) -> list[Arrival]:
+    """Return the requests of a workload as arrivals whose answers have exactly their length.
+
+    Args:
+        told: False if the scheduler is not told objectives and priorities.
+    """
     tenants = tenants_of(requests)
     return [
         Arrival(
@@ -145,6 +154,11 @@ def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
             output_tokens=request.output_length,
             hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
             tenant=tenants[request.tenant],
+            priority=request.priority,
+            promise=None
+            if request.slo_ttft_ms is None
+            else Promise(ttft_ns=round(request.slo_ttft_ms * 1e6)),
+            told=told,
         )
         for request in requests
     ]
@@ -219,6 +233,22 @@ def tenant_fields(
     if list(by_name) == [""]:
         return {}
     return {"tenants": {name: _served(of_name) for name, of_name in by_name.items()}}
+
+
+def slo_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
+    """Return how many requests met their TTFT objective; nothing if none has one."""
+    asked = [outcome for outcome in outcomes if outcome.arrival.promise is not None]
+    if not asked:
+        return {}
+    return {"slo_requests": len(asked), "slo_met": sum(map(met, asked))}
+
+
+def met(outcome: RequestOutcome) -> bool:
+    """Return whether an answer is complete and its first token kept its objective."""
+    promise = outcome.arrival.promise
+    assert promise is not None, "the request has no objective"
+    assert promise.ttft_ns is not None, "the simulator knows objectives on TTFT only"
+    return not outcome.error and outcome.ttft_ns <= promise.ttft_ns
 
 
 def _served(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:

@@ -17,12 +17,20 @@ from csps.loadgen.results.result import Result, RunDescription, summarize, write
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster
 from csps.loadgen.simulator.kernel import SimulationResult, Simulator
-from csps.loadgen.simulator.requests import arrivals_of, queue_fields, records_of, tenant_fields
+from csps.loadgen.simulator.orders import FIRST_COME, ORDERS
+from csps.loadgen.simulator.requests import (
+    arrivals_of,
+    queue_fields,
+    records_of,
+    slo_fields,
+    tenant_fields,
+)
 from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, workload
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, FittedRequests, fit
 from csps.loadgen.workloads.traces import at_rate, read_trace
 from csps.protocols.core.errors import ConfigError
+from csps.services.scheduling.core.promises import LEAST_SLACK, Ordering
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
@@ -39,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     requests = chosen(arguments, cluster)
     began = time.perf_counter()
     reuse = reuse_of(arguments.kv_reuse)
-    found = simulate(cluster, arguments.policy, options_of(arguments.option), requests, reuse)
+    options = options_of(arguments.option)
+    found = simulate(cluster, arguments.policy, options, requests, reuse, order=arguments.order)
     wall_s = time.perf_counter() - began
     result = result_of(arguments, cluster, requests, found)
     print("\n".join(lines(result)))
@@ -66,6 +75,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="of the policy, as in config.yaml; may be given several times",
     )
     parser.add_argument("--cluster", required=True, help=f"{clusters}, or a file")
+    parser.add_argument(
+        "--order",
+        choices=list(ORDERS),
+        default="least_slack",
+        help="of requests with objectives; others than the first are for comparison",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
     source.add_argument("--trace", type=Path, help="JSONL with lengths and times (Mooncake's)")
@@ -147,6 +162,8 @@ def scheduler_of(
     policy: str,
     options: dict[str, Any],
     reuse: ReuseSettings | None = None,
+    *,
+    ordering: Ordering = LEAST_SLACK,
 ) -> Scheduler:
     """Return the live router's scheduler, which predicts with the cluster's latencies.
 
@@ -154,7 +171,8 @@ def scheduler_of(
         ConfigError: the policy or option is unknown, the policy cannot use such gangs, or
             piggybacked prefill lacks a prefix cache or measured latencies.
     """
-    made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options, reuse)
+    costs = Costs(CostTable(latencies=cluster.table))
+    made = scheduler_with(costs, policy, options, reuse, ordering=ordering)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
     piggyback_tokens = options.get("prefill_tokens_max")
     if piggyback_tokens and (reuse is None or not reuse.enabled):
@@ -169,7 +187,12 @@ def scheduler_of(
 
 
 def scheduler_with(
-    costs: Costs, policy: str, options: dict[str, Any], reuse: ReuseSettings | None = None
+    costs: Costs,
+    policy: str,
+    options: dict[str, Any],
+    reuse: ReuseSettings | None = None,
+    *,
+    ordering: Ordering = LEAST_SLACK,
 ) -> Scheduler:
     """Return a scheduler that predicts with `costs` and has no queue limits.
 
@@ -177,7 +200,8 @@ def scheduler_with(
         ConfigError: the policy or option is unknown.
     """
     limits = QueueLimits(max_waiting=UNLIMITED, max_waiting_tokens=UNLIMITED)
-    return Scheduler(make_policy(policy, options), costs, limits=limits, reuse=reuse)
+    made = make_policy(policy, options)
+    return Scheduler(made, costs, limits=limits, reuse=reuse, ordering=ordering)
 
 
 def simulate(
@@ -186,14 +210,20 @@ def simulate(
     options: dict[str, Any],
     requests: FittedRequests,
     reuse: ReuseSettings | None = None,
+    *,
+    order: str = "least_slack",
 ) -> SimulationResult:
     """Run one simulation.
+
+    Args:
+        order: one of `ORDERS`.
 
     Raises:
         ConfigError: the policy or option is unknown.
     """
-    scheduler = scheduler_of(cluster, policy, options, reuse)
-    simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests))
+    scheduler = scheduler_of(cluster, policy, options, reuse, ordering=ORDERS[order])
+    arrivals = arrivals_of(requests.requests, told=order != FIRST_COME)
+    simulator = Simulator(scheduler, cluster, arrivals)
     found = simulator.run()
     simulator.gangs.check_idle()
     scheduler.check_invariants()
@@ -218,6 +248,7 @@ def result_of(
         "cached_tokens": sum(outcome.cached for outcome in found.outcomes),
         **queue_fields(found.outcomes),
         **tenant_fields(requests.requests, found.outcomes),
+        **slo_fields(found.outcomes),
     }
     run = RunDescription(
         kind="simulated",
@@ -245,6 +276,8 @@ _ROWS = {
     "P99 TTFT (ms)": "p99_ttft_ms",
     "Mean TPOT (ms)": "mean_tpot_ms",
     "P99 TPOT (ms)": "p99_tpot_ms",
+    "Requests with an objective": "slo_requests",
+    "Objectives met": "slo_met",
 }
 
 

@@ -114,9 +114,15 @@ def _read(line: str, place: str, speedup: float) -> WorkloadRequest:
             objective=_objective(row.get("csps")),
             conversation=None if (name := row.get("session_id")) is None else str(name),
             tenant=str(row.get("tenant") or ""),
+            priority=int(_number(row.get("priority", 0), "priority")),
+            slo_ttft_ms=_bound_ms(row.get("slo_ttft_ms")),
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{place}: {error}") from None
+
+
+def _bound_ms(value: Any) -> float | None:
+    return None if value is None else _number(value, "slo_ttft_ms")
 
 
 def _number(value: Any, name: str) -> float:
@@ -144,6 +150,8 @@ def _row(request: WorkloadRequest) -> Iterator[tuple[str, Any]]:
     optional = {
         "session_id": request.conversation,
         "tenant": request.tenant or None,
+        "priority": request.priority or None,
+        "slo_ttft_ms": request.slo_ttft_ms,
         "prompt": request.prompt,
         "answer": request.answer,
         "csps": request.objective and request.objective.body(),

@@ -301,6 +301,8 @@ class GenerationRequest(JsonModel):
     repetition_penalty: Annotated[float, between(0.01, 100)] | None = None
     min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0
     ignore_eos: bool = False
+    priority: Annotated[int, between(-(2**31), 2**31 - 1)] = 0
+    """Lower ones come first (`services.scheduling.core.promises`)."""
     stop_token_ids: Tokens = ()
     allowed_token_ids: Tokens = ()
     """Tokens of which the answer consists; empty: any."""
@@ -322,7 +324,6 @@ class GenerationRequest(JsonModel):
     kv_transfer_params: Refused = None
     length_penalty: Annotated[float, only(1.0)] = 1.0
     logprob_token_ids: Refused = None
-    priority: Annotated[int, only(0)] = 0
     prompt_logprobs: Refused = None
     repetition_detection: Refused = None
     return_token_ids: Annotated[bool, only(False)] = False

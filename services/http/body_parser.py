@@ -151,6 +151,7 @@ class ParsedBody:
     open: bool
     given: tuple[str, ...]
     refuse_unmet: bool
+    priority: int
     strategy: AskedRing | None
     prefix: PrefixKey | None
     answer: AnswerOptions
@@ -344,6 +345,7 @@ class BodyParser:
             open=is_open,
             given=given if is_open else (),
             refuse_unmet=options.unmet == "refuse",
+            priority=request.priority,
             strategy=options.ring,
             prefix=prefix,
             answer=answer,

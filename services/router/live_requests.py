@@ -112,6 +112,8 @@ class LiveRequests:
                 hashes=spec.hashes,
                 tenant=spec.api_key.tenant,
                 kv_permille=self._limiter.kv_permille(spec.api_key),
+                priority=spec.priority,
+                promise=spec.slo.promise,
             )
         )
         return handle

@@ -206,6 +206,9 @@ class QueueSettings(SettingsSection):
     max_attempts: Count = 3
     """Attempts at a request whose gang fails; one that has streamed continues with its next
     token."""
+    patience_s: Count = 60
+    """Seconds after which no request that comes later goes before a waiting one, whatever
+    objectives and priorities they have."""
 
 
 class HttpSettings(SettingsSection):
@@ -296,8 +299,8 @@ class AuthSettings(SettingsSection):
 
 
 class SloSettings(SettingsSection):
-    """Objectives of requests that bring none of their own (`x-slo-*`). They are counted in
-    `csps:request_slo_total` and enforced nowhere. None counts nothing."""
+    """Objectives of requests that bring none of their own (`x-slo-*`). They order waiting requests
+    (`services.scheduling.core.promises`) and are counted in `csps:request_slo_total`."""
 
     ttft_ms: Milliseconds | None = None
     """Time from submission to the first token."""

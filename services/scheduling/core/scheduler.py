@@ -28,6 +28,7 @@ from csps.protocols.core.errors import ProtocolError
 from csps.services.scheduling.core.faults import LivenessMonitor, LivenessTimeouts, Retries
 from csps.services.scheduling.core.invariants import check_invariants
 from csps.services.scheduling.core.launcher import Launcher
+from csps.services.scheduling.core.promises import LEAST_SLACK, Ordering, Promises
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.core.steps import Steps, UnsentSteps
@@ -75,6 +76,7 @@ class Scheduler:
         limits: of the queue.
         deadlines: of all waits.
         reuse: of the prefix cache.
+        ordering: rule by which requests are due; the simulator compares others.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Scheduler:
         limits: QueueLimits | None = None,
         deadlines: SchedulerDeadlines | None = None,
         reuse: ReuseSettings | None = None,
+        ordering: Ordering = LEAST_SLACK,
     ) -> None:
         limits, deadlines = limits or QueueLimits(), deadlines or SchedulerDeadlines()
         self._policy, self._costs = policy, costs
@@ -103,6 +106,7 @@ class Scheduler:
             policy=policy,
             limits=limits,
             reuses=reuse.enabled,
+            promises=Promises(this_round, gangs, costs, limits, prefix.longest, ordering),
         )
         retries = Retries(this_round, requests, sequences, limits, deadlines)
         self._launcher = Launcher(

@@ -33,6 +33,7 @@ from csps.services.scheduling.deciding.decisions import (
     Replan,
     SchedulerView,
     StartPlan,
+    WakeAt,
 )
 from csps.services.scheduling.deciding.step_layout import in_layout, rows_of
 from csps.services.scheduling.events.events import InstanceId
@@ -46,6 +47,7 @@ from csps.services.scheduling.policies.rounds.prefill_overlay import NOTHING, Pr
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, CdspChunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.state.state import (
+    NO_PLACE,
     Cached,
     GangPair,
     Priority,
@@ -80,6 +82,10 @@ class Tetris:
             for pair in pairs:
                 decisions += pair.replan(view)
         for request in view.waiting("low"):
+            if request.place != NO_PLACE and (wake_ns := _next_start_ns(pairs)) > view.now_ns:
+                # Who starts queues at its instances, where nobody with less slack passes it.
+                decisions.append(WakeAt(at_ns=wake_ns))
+                break
             plan = next(filter(None, (pair.start(request, view) for pair in pairs)), None)
             if plan is None:
                 decisions.append(Blocked(request_id=request.id))
@@ -95,6 +101,10 @@ class Tetris:
     def _rate(self, requests: int) -> float:
         rate = self.options.improvement_rate
         return self.options.rates.at(requests) if isinstance(rate, str) else rate
+
+
+AHEAD_NS = 100_000_000
+"""Time before an instance is free at which a request starts that waits because of an objective."""
 
 
 class _Work(NamedTuple):
@@ -133,6 +143,11 @@ class _Pair:
         """Instances server by server, in the order of `Cdsp`."""
         by_server = groupby(self._candidates, key=lambda candidate: candidate.place.server_id)
         self._servers = tuple([sum(1 for _ in candidates) for _, candidates in by_server])
+
+    @property
+    def free_ns(self) -> int:
+        """Time at which the first instance is free of the steps that it has been given."""
+        return min(candidate.free_at_ns for candidate in self._candidates)
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """Return True if all instances together have slots for a request."""
@@ -298,6 +313,11 @@ class _Pair:
             predicted_ns=choice.time_ns,
         )
         return in_layout(step, self._options.layout)
+
+
+def _next_start_ns(pairs: Many[_Pair]) -> int:
+    """Return the time from which requests that keep an order of their own may start."""
+    return min((pair.free_ns for pair in pairs), default=0) - AHEAD_NS
 
 
 def _sizes(chunks: Many[CdspChunk], slots: Many[int]) -> list[list[int]] | None:
