@@ -256,6 +256,7 @@ class LiveRequests:
 
     def restart(self, handle: RequestHandle, error: CspsError) -> None:
         """Queue a request again after its attempt was lost."""
+        record_spans(handle)  # before its times are those of the next attempt
         handle.begin_attempt()
         self._observer.retried(handle, error)
 
