@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
 from csps.protocols.gang.client import GangClient
@@ -46,6 +47,36 @@ from csps.services.telemetry.request_trace import record_spans
 _log = logging.getLogger(__name__)
 
 
+class QueueWatch:
+    """Follows who waits behind whom, and who passes whom."""
+
+    MOST = 1024
+    """Starts that are remembered; a request that was passed by more is said to be passed by these.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[RequestId] = []
+        """The latest requests of those that started, in order of admission."""
+        self._last: RequestHandle | None = None
+
+    def comes(self, handle: RequestHandle, live: Collection[RequestHandle]) -> None:
+        """Note who is before a new request."""
+        waiting = [other for other in live if other.state == "queued"]
+        handle.line.ahead = len(waiting)
+        before = waiting[-1] if waiting else self._last
+        if before is not None and not before.ended:
+            own = before.spec.api_key.digest == handle.spec.api_key.digest
+            handle.line.behind = before.spec.client_request_id if own else None
+
+    def starts(self, handle: RequestHandle) -> None:
+        """Note who has passed a request that starts."""
+        at = bisect_right(self._started, handle.request_id)
+        handle.line.passed = len(self._started) - at
+        self._started.insert(at, handle.request_id)
+        del self._started[: -self.MOST]
+        self._last = handle
+
+
 class LiveRequests:
     """Owns every request from `submit` until it ends, and every sequence until its slots are free.
 
@@ -68,6 +99,7 @@ class LiveRequests:
         self._observer, self._post_event = observer, post_event
         self._on_first_token, self._limiter = on_first_token, limiter
         self._live: dict[RequestId, RequestHandle] = {}
+        self._queue = QueueWatch()
         self._unread = UnreadTokens()
         self._request_ids = itertools.count(1)
         self.sequences: dict[SequenceId, LiveSequence] = {}
@@ -95,6 +127,7 @@ class LiveRequests:
             on_cancel=self._cancel,
             unread_by_all=self._unread,
         )
+        self._queue.comes(handle, self._live.values())
         self._live[handle.request_id] = handle
         self.none_left.clear()
         self._limiter.begin(spec.api_key, int(spec.prompt.size))
@@ -133,6 +166,7 @@ class LiveRequests:
         self.sequences[sequence.id] = sequence
         handle.sequence_id, handle.cached_tokens = sequence.id, command.cached
         handle.placed()
+        self._queue.starts(handle)
         return sequence
 
     def serving(self, sequence_id: SequenceId) -> LiveSequence | None:

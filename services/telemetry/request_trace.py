@@ -23,6 +23,7 @@ from csps.protocols.rpc import trace_context
 from csps.protocols.rpc.trace_context import ERROR_TYPE
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.story import story
 from csps.services.telemetry.observer import guarded
 
 
@@ -115,6 +116,7 @@ class RequestTrace:
                 "gen_ai.response.finish_reasons": [reason or "cancelled"],
                 "gen_ai.usage.output_tokens": handle.timings.tokens,
                 **latencies(handle),
+                "csps.story": story(handle),
             }
         )
         self._span.set_status(_status(handle))

@@ -213,7 +213,7 @@ async def test_text_offsets_are_positions_in_the_answer(
 async def test_explain_returns_plan_and_timings(client: httpx.AsyncClient) -> None:
     wanted = {"explain": True, "attention": "exact"}
     whole = (await client.post("/v1/completions", json=completion(csps=wanted))).json()
-    assert {"plan", "timings"} <= set(whole["csps"])
+    assert {"plan", "timings", "story"} <= set(whole["csps"])
     streamed = await client.post("/v1/completions", json=completion(csps=wanted, stream=True))
     *others, last = events(streamed.text)
     assert {"plan", "timings"} <= set(last["csps"])
