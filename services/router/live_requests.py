@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
@@ -45,6 +46,9 @@ from csps.services.telemetry.observer import RequestObserver
 from csps.services.telemetry.request_trace import record_spans
 
 _log = logging.getLogger(__name__)
+
+
+MOST_EVENTS = 32
 
 
 class QueueWatch:
@@ -103,6 +107,8 @@ class LiveRequests:
         self._unread = UnreadTokens()
         self._request_ids = itertools.count(1)
         self.sequences: dict[SequenceId, LiveSequence] = {}
+        self.elastic: deque[tuple[RequestHandle, ElasticEvent]] = deque(maxlen=MOST_EVENTS)
+        """The latest elastic events, for people who look."""
         self.none_left = asyncio.Event()
         """Set while no request is live."""
         self.none_left.set()
@@ -206,6 +212,7 @@ class LiveRequests:
     def note(self, sequence: LiveSequence, events: Iterable[ElasticEvent]) -> None:
         """Record elastic events of the group that computes or decodes a request."""
         for event in events:
+            self.elastic.append((sequence.handle, event))
             sequence.handle.elastic.append(event)
             self._observer.elastic(event)
 

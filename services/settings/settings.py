@@ -221,6 +221,9 @@ class HttpSettings(SettingsSection):
     """Limit for a whole body. For the largest body it means a megabyte in two seconds."""
     body_silence_s: Seconds = 10.0
     """Limit for the next byte of a body."""
+    ui: bool = False
+    """True serves `/v1/csps/state` and the page `/ui` that shows it, to those who may look into the
+    server (`auth.diagnostics`)."""
     request_templates: bool = False
     """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
 

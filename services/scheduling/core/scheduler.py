@@ -44,7 +44,15 @@ from csps.services.scheduling.events.limits import (
 )
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.prefix_cache import PrefixCache
-from csps.services.scheduling.state.state import Instance, Round, wire_error
+from csps.services.scheduling.state.state import (
+    Gang,
+    Instance,
+    Request,
+    Round,
+    Sequence,
+    order_key,
+    wire_error,
+)
 
 
 class RoundResult(NamedTuple):
@@ -65,6 +73,18 @@ class SchedulerCounts(NamedTuple):
     """Fraction of taken KV slots of the gangs that may prefill, without slots of retained KV that
     nobody reads; 0 without such a gang."""
     decode_kv: float
+
+
+class SchedulerLook(NamedTuple):
+    """State of the scheduler between two rounds."""
+
+    gangs: list[Gang]
+    sequences: Iterable[Sequence]
+    """Sequences that serve a request."""
+    queue: list[tuple[Request, int]]
+    """Waiting requests in order, and for how long each is predicted to wait, in nanoseconds."""
+    running: int
+    waiting: int
 
 
 class Scheduler:
@@ -226,6 +246,24 @@ class Scheduler:
             decode_kv=_usage(
                 instance for gang in gangs if gang.may_decode for instance in gang.instances
             ),
+        )
+
+    def look(self, most_waiting: int) -> SchedulerLook:
+        """Return what is going on, for people who look; the objects must not be changed.
+
+        Args:
+            most_waiting: limit of the waiting requests.
+        """
+        requests = self._requests
+        waiting = sorted(requests.queue.everyone(), key=order_key)
+        waits_ns = requests.promises.waits_ns(waiting)
+        counts = requests.admission.waiting
+        return SchedulerLook(
+            gangs=list(self._gangs.by_id.values()),
+            sequences=(request.sequence for request in requests.live.values() if request.sequence),
+            queue=list(zip(waiting, waits_ns, strict=True))[:most_waiting],
+            running=len(requests.live) - counts,
+            waiting=counts,
         )
 
     def check_invariants(self) -> None:
