@@ -62,6 +62,10 @@ class StateSnapshots:
             self._made_s = now_s
         return self._encoded
 
+    def expire(self) -> None:
+        """Make a new snapshot for whoever looks next."""
+        self._made_s = float("-inf")
+
     def snapshot(self) -> dict[str, Any]:
         """Return the state now."""
         now_ns = time.monotonic_ns()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -17,9 +18,12 @@ import pytest
 from fake_gangs import FakeCell, FakeGang, fake_cell
 from live_server import serving
 
+from csps.protocols.core.errors import FaultError
 from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
+from csps.services.launch.top_command import lines
+from csps.services.launch.top_command import main as top
 from csps.services.requests.request_spec import SloBounds
 from csps.services.router.cluster_state import MOST_RUNNING, MOST_WAITING, StateSnapshots
 from csps.services.settings.credentials import ApiKeys
@@ -147,6 +151,39 @@ async def test_the_state_is_for_those_who_may_look(parser: RequestParser) -> Non
         assert shown.status_code == 200
         assert "default-src 'none'" in shown.headers["content-security-policy"]
         assert not re.search(r"(src|href)=[\"']?(http|//)", shown.text)
+
+
+async def test_top_shows_the_same_state_on_a_screen(
+    parser: RequestParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with busy_cell(4) as cell:
+        cell.submit(tokens=1000, client_request_id="evil\x1b[2J")
+        async with page(parser, cell) as url:
+            await asyncio.to_thread(top, ["--once", "--url", f"{url}/v1"])
+            shown = capsys.readouterr().out
+            assert "csps  4 instances" in shown
+            for name in ("prefill 0", "prefill 1", "decode 0", "decode 1"):
+                assert f"\n{name} " in shown
+            assert "decoding-<b>" in shown
+            assert "objectives met: ttft 9/12, all 7/12" in shown
+            assert "first token in" in shown
+            assert "\x1b" not in shown  # a client's name commands no terminal
+        async with page(parser, cell, on=False) as url:
+            with pytest.raises(FaultError, match="does not show its state"):
+                await asyncio.to_thread(top, ["--once", "--url", url])
+
+
+def test_a_screen_is_no_larger_than_the_terminal() -> None:
+    state = {
+        "policy": "csps", "instances": [], "requests": [], "slo": {}, "running": 0, "waiting": 99,
+        "queue": [
+            {"id": "r" * 99, "prompt": 9, "waited_ms": 1, "slack_ms": None, "first_token_in_ms": 1}
+        ] * 99,
+    }  # fmt: skip
+    shown = list(lines(state, os.terminal_size((60, 20))))
+    assert len(shown) == 19
+    assert max(map(len, shown)) <= 60
+    assert "more lines" in shown[-1]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
