@@ -165,7 +165,12 @@ def layers_on_ranks(
         clock = (clocks or {}).get(rank)
         rows = slice(case.bounds[rank], case.bounds[rank + 1])
         shape = ModelShape(
-            layers=case.layers, heads=case.heads, kv_heads=case.kv_heads, head_dim=DIM, tp=1
+            layers=case.layers,
+            heads=case.heads,
+            kv_heads=case.kv_heads,
+            head_dim=DIM,
+            vocab=64,
+            tp=1,
         )
         points = YieldPoints(step_points(case.step, shape), partial(part, rank))
         group = replace(world.group(case.step, rank, clock), points=points)

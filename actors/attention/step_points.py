@@ -40,6 +40,13 @@ OF_HEADS = SP_TP | {"gathered_weights"}
 
 MLP_ROWS = 2048
 """Rows of one block of a layer's MLP."""
+LOGITS_BYTES = 32 * 2**20
+"""Limit of the logits of one block of rows, where the log-probabilities of a prompt are wanted."""
+
+
+def logits_rows(vocab: int) -> int:
+    """Return the rows of a block whose logits are computed together."""
+    return max(1, LOGITS_BYTES // (4 * vocab))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,7 @@ class ModelShape:
     """Query heads of the whole model."""
     kv_heads: int
     head_dim: int
+    vocab: int
     tp: int
     whole: bool = False
     """True if the device is given whole layers, without blocks."""
@@ -66,6 +74,7 @@ class ModelShape:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
+            vocab=spec.vocab,
             tp=tp,
             whole=on_cuda,
             window=spec.window,
@@ -78,7 +87,10 @@ def step_points(step: PrefillStep, shape: ModelShape) -> StepPoints:
     counts = _Counts(step, shape)
     begin, mlp = (1,), (counts.mlp,)
     middle = (begin + counts.attention(index) + mlp for index in range(shape.layers - 1))
-    return StepPoints((*middle, begin))
+    last = begin
+    if step.prompt_logprobs:
+        last = begin + counts.attention(shape.layers - 1) + (counts.mlp + counts.logits,)
+    return StepPoints((*middle, last))
 
 
 class _Counts:
@@ -99,6 +111,11 @@ class _Counts:
         if self._shape.tp > 1 or self._shape.whole:
             return 1
         return max(1, *(-(-rows // MLP_ROWS) for rows in self._member_rows))
+
+    @cached_property
+    def logits(self) -> int:
+        """Number of blocks of rows whose logits are computed."""
+        return -(-max(self._member_rows) // logits_rows(self._shape.vocab))
 
     def attention(self, layer: int) -> Phases:
         """Return the phases that `Strategy.attend_layer` closes."""

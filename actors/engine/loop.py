@@ -284,7 +284,7 @@ class EngineLoop:
     def _compute(self, run: StepRun) -> None:
         with self.outgoing_transfers.of(run) as send:
             with self._on_top(run, Lane.HIGH if run.step.high_priority else Lane.LOW):
-                run.compute(send, self._sample_first)
+                run.compute(send, self._sample_first, self._reports.report_prompt_logprobs)
             self._pending_steps.slots_freed()  # the slots of KV that the step has moved away
             if not run.cancelled:
                 self._report_progress(run)

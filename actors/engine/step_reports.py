@@ -27,6 +27,7 @@ from csps.protocols.gang.messages import (
     Notify,
     PrefillDone,
     PrefillProgress,
+    PromptLogprobs,
     RequestFailed,
     SampledToken,
     SampledTokens,
@@ -81,6 +82,10 @@ class StepReports:
         """Report the first tokens that a step has sampled."""
         if tokens:
             self._notify("tokens", SampledTokens.of(tokens))
+
+    def report_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Report log-probabilities of some of a prompt's tokens."""
+        self._notify("prompt_logprobs", logprobs)
 
     def failed(self, sequence_id: int, error: CspsError) -> None:
         """Report that a sequence failed."""

@@ -3,7 +3,8 @@
 A layer computes QKV of the own rows, writes their KV into the pool and starts to send it to the
 decode gang, computes attention over the group, then the output projection and the MLP. History that
 is to be placed elsewhere moves during the attention of the layer before. In the last layer only the
-rows from which a token is sampled need attention (`first_tokens`).
+rows from which a token is sampled need attention (`first_tokens`); if a request wants the
+log-probabilities of its prompt, all rows then pass it as they did the others (`prompt_logprobs`).
 
 At a yield point the step pauses for as long as the log says. The rank executes other entries
 meanwhile, and the step's activations stay where they are.
@@ -32,6 +33,7 @@ from csps.actors.comm.layout import LocalChunk
 from csps.actors.comm.transfers import Transfers
 from csps.actors.engine.kv_mover import KvMover, OwnKv, history_moves, row_moves, stored_of
 from csps.actors.engine.pending_steps import LogProgress, StepAborted
+from csps.actors.engine.prompt_logprobs import ReportLogprobs, report_prompt_logprobs
 from csps.actors.kv_cache.slot_allocator import OutOfSlots
 from csps.actors.timing.device_pace import DevicePace
 from csps.actors.timing.timeline import (
@@ -163,7 +165,9 @@ class StepRun:
 
     # --- the engine thread ---------------------------------------------------------------------
 
-    def compute(self, send: SendKv, sample_first: SampleFirst) -> None:
+    def compute(
+        self, send: SendKv, sample_first: SampleFirst, report_logprobs: ReportLogprobs
+    ) -> None:
         """Compute all layers; return when the log has let the step come to its end, or has stopped
         it.
 
@@ -171,6 +175,7 @@ class StepRun:
             send: takes KV that is decoded elsewhere.
             sample_first: takes the residual stream, the last layer's queries, keys and values, and
                 a function to call when no member waits for answers any more.
+            report_logprobs: takes log-probabilities of prompts.
         """
         self.clock.started = time.monotonic()
         self.sent = SentBytes(self._engine.mesh.bytes_sent)
@@ -182,7 +187,7 @@ class StepRun:
             try:
                 self._send_history(send)
                 self._balancing.start(0)
-                self._layers(entered, send, sample_first)
+                self._layers(entered, send, sample_first, report_logprobs)
             except StepAborted:
                 self.cancelled = True
                 span.set_attribute(CANCELLED, True)
@@ -227,6 +232,7 @@ class StepRun:
         strategy: Strategy,
         send: SendKv,
         sample_first: SampleFirst,
+        report_logprobs: ReportLogprobs,
     ) -> None:
         network, device = self._engine.network, self._engine.device
         ids = torch.from_numpy(np.frombuffer(self.step.tokens, dtype="<i4").astype(np.int64))
@@ -251,6 +257,15 @@ class StepRun:
                 moving = partial(self.placing.start, index, own)
                 with self.clock.timeline.phase("last rows", layer=index):
                     sample_first(self, x_td, q_thd, own, moving)
+                if self.step.prompt_logprobs:
+                    # By the strategy, like any layer: as single queries, all rows of a prompt
+                    # would each read its whole KV.
+                    x_td = strategy.attend_layer(index, layer, x_td, rotary, _stored_already)
+                    x_td = self._mlp(index, layer, x_td)
+                    with self.clock.timeline.phase("prompt log-probabilities", layer=index):
+                        report_prompt_logprobs(
+                            self._engine, self.group, x_td, report_logprobs, self._points.point
+                        )
         self.log_progress.end(self.step_points.total)
 
     def _begin_layer(self, index: int) -> None:
@@ -329,6 +344,18 @@ class StepRun:
             if self._leaves(chunk):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
+
+
+def _stored_already(
+    layer: int,
+    k_thd: Tensor,
+    v_thd: Tensor,
+    kept_ht: Tensor | None = None,
+    /,
+    *,
+    member: int | None = None,
+) -> None:
+    """Store nothing: the last layer's KV was stored before its first tokens were sampled."""
 
 
 def step_points_of(engine: Engine, balanced_step: PrefillStep) -> StepPoints:

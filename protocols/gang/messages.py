@@ -415,6 +415,26 @@ class PrefillDone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """`prompt_logprobs`, from a rank that computes a step: log-probabilities of some tokens of a
+    prompt, under the model's own distribution, before the rank's `prefill_done`."""
+
+    sequence_id: int
+    start: int
+    """First position that was computed: the log-probability is that of the token behind it."""
+    step: int
+    """Distance of two positions."""
+    logprobs: bytes
+    """Log-probabilities of the tokens, float32."""
+    ranks: bytes
+    """Numbers of tokens that are at least as likely, their own included, int32."""
+    top_tokens: bytes
+    """Likeliest tokens at each position, best first, int32."""
+    top_logprobs: bytes
+    """Their log-probabilities, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankKvReceived:
     """`received`, from a decode rank: its whole slice of the prompt's KV is in its pool."""
 

@@ -88,8 +88,8 @@ class PrefillStep(msgspec.Struct, frozen=True, kw_only=True):
     by the gang's log (`csps.protocols.sequencer`).
 
     The scheduler makes the step, with instances numbered over all gangs and the name of an option
-    as its strategy. The router adds what the scheduler does not know: `tokens`, `csa`, `samplers`
-    and `trace`.
+    as its strategy. The router adds what the scheduler does not know: `tokens`, `csa`, `samplers`,
+    `prompt_logprobs`, `next_tokens` and `trace`.
     """
 
     step_id: int
@@ -111,6 +111,12 @@ class PrefillStep(msgspec.Struct, frozen=True, kw_only=True):
     A router sends them ahead, each in a message of its own (`FirstTokenSampler`): the lists of many
     clients together would be too long for one. The receiver adds them to the step.
     """
+    prompt_logprobs: dict[int, int] = {}
+    """Sequences whose prompt's log-probabilities are wanted, with the number of likeliest tokens to
+    report beside each."""
+    next_tokens: bytes = b""
+    """With `prompt_logprobs`: the token behind each of the receiver's own rows, int32; -1 where
+    none is wanted."""
     trace: dict[str, str] = {}
     """W3C trace context of the first chunk's request."""
 

@@ -61,6 +61,8 @@ message to each rank: with lists as long as a vocabulary, thirty requests exceed
 MAX_MESSAGES = 8192
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
+MAX_PROMPT_LOGPROBS = 20
+"""Limit of the likeliest tokens beside each token of a prompt; vLLM's."""
 MAX_CHOICES = 128
 """Limit of the answers to one request: each is a request to the scheduler."""
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
@@ -316,6 +318,8 @@ class GenerationRequest(JsonModel):
     """Tokens of the prompt to use; -1: as many as fit before the answer."""
     truncation_side: Literal["left", "right"] = "left"
     """Side on which tokens are left out."""
+    prompt_logprobs: Annotated[int, between(0, MAX_PROMPT_LOGPROBS)] | None = None
+    """Number of likeliest tokens to report beside the log-probability of each prompt token."""
     cache_salt: Annotated[str | None, PlainValidator(_salt)] = None
     """Salt of the prefix cache: requests reuse KV only of requests with the same salt."""
 
@@ -324,7 +328,6 @@ class GenerationRequest(JsonModel):
     kv_transfer_params: Refused = None
     length_penalty: Annotated[float, only(1.0)] = 1.0
     logprob_token_ids: Refused = None
-    prompt_logprobs: Refused = None
     repetition_detection: Refused = None
     return_token_ids: Annotated[bool, only(False)] = False
     return_token_offsets: Annotated[bool, only(False)] = False
@@ -352,6 +355,11 @@ class GenerationRequest(JsonModel):
         raise NotImplementedError
 
     @property
+    def prompt_alternatives(self) -> int | None:
+        """Number of alternatives to find for each prompt token; None if nothing shows any."""
+        return self.prompt_logprobs
+
+    @property
     def structured(self) -> StructuredOutput | None:
         """Form that the answer must have; None for any."""
         return self.structured_outputs or self.response_format
@@ -368,6 +376,8 @@ class GenerationRequest(JsonModel):
             fail(f"must not exceed max_tokens ({shown(limit)})", "min_tokens")
         if not self.stream and "stream_options" in self.model_fields_set:
             fail("only allowed when 'stream' is true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            fail("not supported with 'stream'", "prompt_logprobs")
         if self.structured_outputs and self.response_format:
             fail("not allowed beside 'response_format'", "structured_outputs")
         if self.structured and self.ignore_eos:
@@ -412,14 +422,20 @@ class CompletionRequest(GenerationRequest):
             fail("must be n for a stream: all answers are needed to choose from", "best_of")
         if (count := self.samples * len(self.prompt)) > MAX_CHOICES:
             fail(f"at most {MAX_CHOICES} answers are supported, got {count}", "n")
-        if self.echo and self.logprobs is not None:
-            fail("not supported with 'echo': it would need those of the prompt", "logprobs")
+        if self.stream and self.echo and self.logprobs is not None:
+            fail("not supported with 'echo' and 'stream'", "logprobs")
         return self
 
     @property
     def alternatives(self) -> int | None:
         """Number of alternatives to report beside each sampled token; None reports no logprobs."""
         return self.logprobs
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """Number of alternatives to find for each prompt token; None if nothing shows any."""
+        shown = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in shown if count is not None), default=None)
 
 
 class Message(JsonModel):

@@ -46,7 +46,8 @@ class TextLogprob:
     token_bytes: bytes
     """Bytes of the token alone; `token` may hold escaped bytes where the token splits a
     character."""
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt."""
     top: tuple[TextLogprob, ...] = ()
     offset: int = 0
     """Characters of the answer before the token. A token that continues a character has the
@@ -55,7 +56,13 @@ class TextLogprob:
     @property
     def finite(self) -> float:
         """`logprob` as JSON can express it."""
-        return self.logprob if math.isfinite(self.logprob) else _LEAST_LOGPROB
+        assert self.logprob is not None, "the first token of a prompt has none"
+        return finite(self.logprob)
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can express it."""
+    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
 
 
 class Part(NamedTuple):
@@ -114,17 +121,21 @@ class CompletionLogprobs(BaseModel):
 
     text_offset: list[int]
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """The first token of an echoed prompt has none."""
+    top_logprobs: list[dict[str, float] | None]
 
     @classmethod
     def of(cls, entries: Sequence[TextLogprob]) -> Self:
         return cls(
             text_offset=[entry.offset for entry in entries],
             tokens=[entry.token for entry in entries],
-            token_logprobs=[entry.finite for entry in entries],
+            token_logprobs=[None if e.logprob is None else e.finite for e in entries],
             # As in OpenAI's API, the sampled token is always among them.
-            top_logprobs=[{top.token: top.finite for top in (*e.top, e)} for e in entries],
+            top_logprobs=[
+                None if e.logprob is None else {top.token: top.finite for top in (*e.top, e)}
+                for e in entries
+            ],
         )
 
 
@@ -260,8 +271,11 @@ class _JoinedList(_Joined):
     def append(self, part: str) -> None:
         super().append(f",{part}" if self._pieces or self._recent else part)
 
+    def items(self) -> list[bytes]:
+        return super().pieces()
+
     def pieces(self) -> list[bytes]:
-        return [b"[", *super().pieces(), b"]"]
+        return [b"[", *self.items(), b"]"]
 
 
 class _WholeChoice(ABC):
@@ -282,13 +296,20 @@ class _WholeChoice(ABC):
             self._has_logprobs = True
             self.bytes += self._push_logprob(logprob)
 
-    def pieces(self, index: int, finish_reason: FinishReason) -> list[bytes]:
-        """Return the choice as JSON, in pieces of limited length."""
+    def pieces(
+        self, index: int, finish_reason: FinishReason, prompt_logprobs: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Return the choice as JSON, in pieces of limited length.
+
+        Args:
+            prompt_logprobs: value of the field with this name; empty leaves it out.
+        """
         return [
             f'{{"index":{index},'.encode(),
             *self._answer(),
             b',"logprobs":',
             *(self._logprobs() if self._has_logprobs else [b"null"]),
+            *([b',"prompt_logprobs":', *prompt_logprobs] if prompt_logprobs else ()),
             f',"finish_reason":"{finish_reason}"}}'.encode(),
         ]
 
@@ -309,11 +330,40 @@ class _WholeChoice(ABC):
         """Return the object of all log-probabilities."""
 
 
-class WholeCompletion(_WholeChoice):
-    """A choice in the body of the answer of `POST /v1/completions`."""
+class PromptLogprobsList:
+    """vLLM's field `prompt_logprobs`: for each token of a prompt, the likeliest ones and itself, by
+    token id."""
 
     def __init__(self) -> None:
+        self._entries = _JoinedList()
+        self.bytes = 0
+        """Bytes so far, about."""
+
+    def push(self, alternatives: Sequence[tuple[int, int, TextLogprob]]) -> None:
+        """Append a token: its alternatives with their ids and ranks, none for the first token."""
+        shown = {
+            token: {"logprob": entry.finite, "rank": rank, "decoded_token": entry.token}
+            for token, rank, entry in alternatives
+        }
+        self._entries.append(encoded := json.dumps(shown or None))
+        self.bytes += len(encoded)
+
+    def pieces(self) -> list[bytes]:
+        """Return the value of the field as JSON, in pieces of limited length."""
+        return self._entries.pieces()
+
+
+class WholeCompletion(_WholeChoice):
+    """A choice in the body of the answer of `POST /v1/completions`.
+
+    Args:
+        echoed: choice with nothing but the log-probabilities of the prompt's tokens, which precede
+            those of the answer; None for none.
+    """
+
+    def __init__(self, echoed: WholeCompletion | None = None) -> None:
         super().__init__()
+        self._echoed = echoed
         self._text = _Joined()
         self._lists = {name: _JoinedList() for name in CompletionLogprobs.model_fields}
 
@@ -333,7 +383,10 @@ class WholeCompletion(_WholeChoice):
     def _logprobs(self) -> list[bytes]:
         pieces: list[bytes] = []
         for name, values in self._lists.items():
-            pieces += [f'{"," if pieces else "{"}"{name}":'.encode(), *values.pieces()]
+            pieces.append(f'{"," if pieces else "{"}"{name}":['.encode())
+            if self._echoed is not None:
+                pieces += [*self._echoed._lists[name].items(), b","]
+            pieces += [*values.items(), b"]"]
         return [*pieces, b"}"]
 
 
@@ -382,19 +435,26 @@ class WholeChat(_WholeChoice):
 
 
 def whole_body(
-    response: CompletionResponse | ChatCompletionResponse, choices: Sequence[list[bytes]]
+    response: CompletionResponse | ChatCompletionResponse,
+    choices: Sequence[list[bytes]],
+    prompt_logprobs: Sequence[bytes] = (),
 ) -> list[bytes]:
     """Return the body of an answer in pieces of limited length.
 
     Args:
         response: all of the body but its choices.
         choices: what `pieces` returned for each.
+        prompt_logprobs: value of the field with this name; empty leaves it out.
     """
     outside = response.model_dump_json(exclude={"csps"} if response.csps is None else None)
     before, empty, after = outside.partition('"choices":[]')
     assert empty, "the choices are encoded elsewhere"
     inner = [piece for choice in choices for piece in (b",", *choice)][1:]
-    return [f'{before}"choices":['.encode(), *inner, f"]{after}".encode()]
+    body = [f'{before}"choices":['.encode(), *inner, f"]{after}".encode()]
+    if prompt_logprobs:
+        body[-1] = body[-1][:-1]
+        body += [b',"prompt_logprobs":', *prompt_logprobs, b"}"]
+    return body
 
 
 # --- /v1/models -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from csps.models.tokenizers.tokenizer import Detokenizer, Tokenizer
@@ -27,6 +28,7 @@ from csps.protocols.openai.responses import (
     CompletionStream,
     FinishReason,
     Part,
+    PromptLogprobsList,
     TextLogprob,
     Usage,
     WholeChat,
@@ -39,6 +41,7 @@ from csps.services.http.body import end_tasks
 from csps.services.http.body_parser import AnswerOptions, Endpoint
 from csps.services.http.errors import last_event
 from csps.services.http.request_parser import ParsedRequest
+from csps.services.requests.prompt_logprobs import KnownPromptLogprobs
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
 from csps.services.requests.story import story
@@ -53,6 +56,8 @@ _ID_PREFIX: dict[Endpoint, str] = {
 }
 HEARTBEAT = b": still working\n\n"
 """Comment line on a silent stream."""
+PROMPT_BLOCK = 256
+"""Tokens of a prompt that are encoded at once, in some milliseconds."""
 PROGRESS_PERIOD_S = 0.5
 """Time between two reports of how far a prompt is."""
 Submit = Callable[[RequestSpec], RequestHandle]
@@ -174,19 +179,36 @@ class GeneratedResponse:
         """
         if self._options.endpoint in ("messages", "responses"):
             return await self._whole_alone(grown)
-        make = WholeCompletion if self._options.endpoint == "completion" else WholeChat
-        bodies = [make() for _ in self._choices]
+        prompts = self._prompts()
+        bodies: list[WholeCompletion | WholeChat] = [
+            WholeCompletion(prompt.echoed)
+            if self._options.endpoint == "completion"
+            else WholeChat()
+            for prompt in prompts
+            for _ in range(self._samples)
+        ]
         async with aclosing(self.deltas()) as batches:
             async for deltas in batches:
                 for delta in deltas:
                     shown = delta.logprob if self._options.logprobs else None
                     bodies[delta.choice].push(delta.parts, shown)
                 grown(sum(body.bytes for body in bodies))
+        for prompt in prompts:
+            async for _ in prompt.encode():
+                grown(sum(each.bytes for each in (*bodies, *prompts)))
+        chat = self._options.endpoint == "chat"
         choices = [
-            bodies[choice.index].pieces(index, choice.finished)
+            bodies[choice.index].pieces(
+                index,
+                choice.finished,
+                () if chat else prompts[choice.index // self._samples].pieces(),
+            )
             for index, choice in enumerate(self._returned())
         ]
-        return whole_body(self._body(), choices)
+        return whole_body(self._body(), choices, prompts[0].pieces() if chat else ())
+
+    def _prompts(self) -> list[_PromptAnswer]:
+        return [_PromptAnswer(choice, self._options) for choice in self._choices[:: self._samples]]
 
     async def _whole_alone(self, grown: Callable[[int], None]) -> list[bytes]:
         """Return the body of an answer of an API that has one choice."""
@@ -331,6 +353,99 @@ class GeneratedResponse:
         return {**self.handle.explain(), "story": story(self.handle)}
 
 
+class _PromptAnswer:
+    """What an answer says of the tokens of one prompt, if the client wants to know.
+
+    Args:
+        first: first choice of the prompt.
+    """
+
+    def __init__(self, first: _Choice, options: AnswerOptions) -> None:
+        self._first, self._options = first, options
+        self.echoed: WholeCompletion | None = None
+        """Log-probabilities that precede those of an answer; None for none."""
+        if options.echo_logprobs is not None:
+            self.echoed = WholeCompletion()
+        self._listed = None if options.prompt_logprobs is None else PromptLogprobsList()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes so far, about."""
+        return sum(part.bytes for part in (self.echoed, self._listed) if part is not None)
+
+    def pieces(self) -> list[bytes]:
+        """Return the value of the field `prompt_logprobs`; empty if it is not wanted."""
+        return [] if self._listed is None else self._listed.pieces()
+
+    async def encode(self) -> AsyncGenerator[None]:
+        """Encode all tokens; yield now and then, for others' turn."""
+        if self.echoed is None and self._listed is None:
+            return
+        handle = self._first.handle
+        assert handle is not None, "the answer has ended"
+        assert handle.prompt_logprobs is not None, "they were asked for"
+        known, text = handle.prompt_logprobs, self._first.prompt_text()
+        for start in range(-1, known.known, PROMPT_BLOCK):
+            rows = range(start, min(start + PROMPT_BLOCK, known.known))
+            for row in rows:
+                self._push(known, row, text)
+            yield
+            await asyncio.sleep(0)
+
+    def _push(self, known: KnownPromptLogprobs, row: int, text: PromptText) -> None:
+        """Encode the token behind a position; -1 is before the first token."""
+        token = int(known.prompt[row + 1])
+        if row < 0:
+            first = text.entry(token, None)
+            if self.echoed is not None:
+                self.echoed.push((), first)
+            if self._listed is not None:
+                self._listed.push(())
+            return
+        own = text.entry(token, float(known.logprobs[row]))
+        top = [
+            (int(other), text.alternative(int(other), float(logprob)))
+            for other, logprob in zip(known.top_tokens[row], known.top_logprobs[row], strict=True)
+        ]
+        if self.echoed is not None:
+            shown = tuple(entry for _, entry in top[: self._options.echo_logprobs])
+            self.echoed.push((), replace(own, top=shown))
+        if self._listed is not None:
+            ranked = [(other, rank, entry) for rank, (other, entry) in enumerate(top, start=1)]
+            listed = ranked[: self._options.prompt_logprobs]
+            if all(other != token for other, _, _ in listed):
+                listed.append((token, int(known.ranks[row]), own))
+            self._listed.push(listed)
+
+
+class PromptText:
+    """Spells a prompt's tokens, in their order."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special)
+        self._characters = 0
+
+    def entry(self, token: int, logprob: float | None) -> TextLogprob:
+        """Return the prompt's next token."""
+        offset = self._characters
+        self._characters += len(self._detokenizer.push(token))
+        return replace(self.alternative(token, logprob), offset=offset)
+
+    def alternative(self, token: int, logprob: float | None) -> TextLogprob:
+        """Return a token that may stand in place of the next one."""
+        return text_logprob(self._tokenizer, token, logprob)
+
+
+def text_logprob(tokenizer: Tokenizer, token: int, logprob: float | None) -> TextLogprob:
+    """Return a token as text, with its log-probability."""
+    token_bytes = tokenizer.token_bytes(token)
+    # As OpenAI has it, a token that is no text reads `\xf0\x9f`. U+FFFD would make all such
+    # tokens the same, and of alternatives with the same text a completion shows only one.
+    text = token_bytes.decode(errors="backslashreplace")
+    return TextLogprob(token=text, token_bytes=token_bytes, logprob=logprob)
+
+
 class _Choice:
     """One of the answers to a request."""
 
@@ -343,6 +458,7 @@ class _Choice:
         tokenizer: Tokenizer,
     ) -> None:
         self.index, self.spec = index, spec
+        self._tokenizer, self._skip_special = tokenizer, options.skip_special_tokens
         self.handle: RequestHandle | None = None
         """Handle, once it is submitted."""
         self.after: _Choice | None = None
@@ -364,6 +480,10 @@ class _Choice:
     def tokens(self) -> int:
         """Return the tokens so far."""
         return self._answer.tokens
+
+    def prompt_text(self) -> PromptText:
+        """Return a speller of the prompt's tokens."""
+        return PromptText(self._tokenizer, skip_special=self._skip_special)
 
     @property
     def likelihood(self) -> float:
@@ -442,7 +562,7 @@ class AnswerText:
         self._parts, self._include_reasoning = parts, include_reasoning
         self.logprob = 0.0
         """Sum of the tokens' log-probabilities, where they are known."""
-        self._characters = 0
+        self._characters = len(begins_with)
         """Characters of the answer so far, including withheld ones."""
         self.tokens = 0
         """Tokens sampled so far, including a final end-of-sequence token."""
@@ -519,16 +639,10 @@ class AnswerText:
         return text, token.finish_reason  # type: ignore[return-value]  # "cancelled" cannot be here
 
     def _logprob(self, token: SampledToken, logprob: float, offset: int) -> TextLogprob:
-        top = (self._text_logprob(entry.token, entry.logprob) for entry in token.top_logprobs)
-        sampled = self._text_logprob(token.token, logprob)
+        spell = partial(text_logprob, self._tokenizer)
+        top = (spell(entry.token, entry.logprob) for entry in token.top_logprobs)
+        sampled = spell(token.token, logprob)
         return replace(sampled, offset=offset, top=tuple(top))
-
-    def _text_logprob(self, token: int, logprob: float) -> TextLogprob:
-        token_bytes = self._tokenizer.token_bytes(token)
-        # As OpenAI has it, a token that is no text reads `\xf0\x9f`. U+FFFD would make all such
-        # tokens the same, and of alternatives with the same text a completion shows only one.
-        text = token_bytes.decode(errors="backslashreplace")
-        return TextLogprob(token=text, token_bytes=token_bytes, logprob=logprob)
 
 
 class StopStrings:

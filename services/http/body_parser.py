@@ -86,6 +86,10 @@ class ServedModel:
     """Requests may bring a chat template of their own."""
 
 
+MAX_PROMPT_ENTRIES = 1_048_576
+"""Limit of log-probabilities of all of a request's prompts: some 8 MiB, and 80 MiB as JSON."""
+
+
 class NeedsProcess(Exception):
     """What a body asks for may take long, and nothing but the end of a process could stop it."""
 
@@ -109,6 +113,10 @@ class AnswerOptions:
     explain: bool
     logprobs: bool
     """Log-probabilities are shown; without, they may be needed to choose an answer."""
+    echo_logprobs: int | None = None
+    """Alternatives to show beside the log-probability of each echoed token; None shows none."""
+    prompt_logprobs: int | None = None
+    """Alternatives to show in the field `prompt_logprobs`; None leaves it out."""
     begins_with: str = ""
     """Text before each answer of a chat."""
     tool_format: ToolFormat | None = None
@@ -154,6 +162,8 @@ class ParsedBody:
     priority: int
     strategy: AskedRing | None
     prefix: PrefixKey | None
+    prompt_logprobs: int | None
+    """Alternatives to find for each prompt token; None for no log-probabilities."""
     answer: AnswerOptions
 
 
@@ -292,7 +302,10 @@ class BodyParser:
                 0 if chooses and request.alternatives is None else request.alternatives,
                 self._grammar(request, "none"),
             ),
-            answer=self._answer(request, "completion"),
+            answer=replace(
+                self._answer(request, "completion"),
+                echo_logprobs=request.logprobs if request.echo else None,
+            ),
         )
 
     def _chat(self, request: ChatCompletionRequest, endpoint: Endpoint, owner: bytes) -> ParsedBody:
@@ -334,6 +347,11 @@ class BodyParser:
         options = request.csps
         wanted, given = objective(options), given_of_csa(options)
         is_open = leaves_open(options, given)
+        if (logprobs := request.prompt_alternatives) is not None:
+            logprobs = min(logprobs, self.model.vocab)
+            self._check_prompt_logprobs(
+                prompts, logprobs, sparse=is_open or options.attention == "csa"
+            )
         by_configurator = options.attention != "csa" or (is_open and not given)
         return ParsedBody(
             prompts=tuple(prompts),
@@ -348,6 +366,7 @@ class BodyParser:
             priority=request.priority,
             strategy=options.ring,
             prefix=prefix,
+            prompt_logprobs=logprobs,
             answer=answer,
         )
 
@@ -363,8 +382,25 @@ class BodyParser:
             skip_special_tokens=request.skip_special_tokens,
             explain=request.csps.explain,
             logprobs=request.alternatives is not None,
+            prompt_logprobs=request.prompt_logprobs,
             progress=request.return_progress,
         )
+
+    def _check_prompt_logprobs(
+        self, prompts: list[ParsedPrompt], count: int, *, sparse: bool
+    ) -> None:
+        if sparse:
+            raise InvalidRequest(
+                "prompt_logprobs: needs exact attention, and so do 'echo' and 'logprobs' together",
+                param="prompt_logprobs",
+            )
+        entries = sum(prompt.tokens for prompt in prompts) * (count + 1)
+        if entries > MAX_PROMPT_ENTRIES:
+            raise InvalidRequest(
+                f"prompt_logprobs: {entries} log-probabilities of prompt tokens are too many; at "
+                f"most {MAX_PROMPT_ENTRIES} are supported",
+                param="prompt_logprobs",
+            )
 
     # --- prompts ---
 
@@ -492,8 +528,10 @@ class BodyParser:
 
     def _prefix(self, request: GenerationRequest, owner: bytes) -> PrefixKey | None:
         """Return the prefix-cache key of a request, or None if it may not reuse KV."""
-        # Sparse attention changes the KV of later layers: it must not be reused.
-        if not self.model.reuses_kv or request.csps.attention == "csa":
+        # Sparse attention changes the KV of later layers: it must not be reused. Where cached KV
+        # is, nothing is computed that has log-probabilities.
+        whole = request.prompt_alternatives is not None
+        if not self.model.reuses_kv or request.csps.attention == "csa" or whole:
             return None
         options = request.csps
         # Bounds within which its KV may be inexact; None for exact KV.

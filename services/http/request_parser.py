@@ -144,6 +144,7 @@ class RequestParser:
             deadline_s=self._deadline_s,
             prefix=body.prefix,
             hashes=prompt.hashes,
+            prompt_logprobs=body.prompt_logprobs,
         )
 
     def _warn_of_tokens_without_embedding(self, vocab: int) -> None:
@@ -199,7 +200,8 @@ def _sample(spec: RequestSpec, number: int) -> RequestSpec:
     if not number:
         return spec
     seed = (spec.sampling.seed + number + 2**63) % 2**64 - 2**63
-    return replace(spec, sampling=replace(spec.sampling, seed=seed))
+    sampling = replace(spec.sampling, seed=seed)
+    return replace(spec, sampling=sampling, prompt_logprobs=None)  # the first one finds them
 
 
 def read_slo(headers: Mapping[str, str]) -> SloBounds:

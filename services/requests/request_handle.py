@@ -25,6 +25,7 @@ from csps.protocols.core.errors import RequestError
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import FinishReason, PrefillDone, SampledToken
 from csps.protocols.rpc import trace_context
+from csps.services.requests.prompt_logprobs import KnownPromptLogprobs
 from csps.services.requests.request_spec import RequestSpec
 
 ElasticEventKind = Literal["scale_down", "scale_up", "migrate", "remaster", "merge", "preempt"]
@@ -222,6 +223,11 @@ class RequestHandle:
         before, although another attempt computes them again."""
         self.cached_tokens = 0
         """Prompt tokens that the last attempt found in the prefix cache."""
+        self.prompt_logprobs: KnownPromptLogprobs | None = None
+        """Log-probabilities of the prompt's tokens, if they are wanted; complete before the first
+        token."""
+        if spec.prompt_logprobs is not None:
+            self.prompt_logprobs = KnownPromptLogprobs(spec.prompt, spec.prompt_logprobs)
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.timings = Timings()

@@ -168,6 +168,9 @@ class RequestSpec:
     """Prefix-cache key for lookup and insertion; None disables prefix caching for this request."""
     hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's whole blocks."""
+    prompt_logprobs: int | None = None
+    """Number of likeliest tokens to report beside the log-probability of each of the prompt's
+    tokens; None reports none. Such a prompt is computed as a whole, without cached KV."""
     deadline_s: float | None = None
     """Seconds after submission at which an unfinished request fails; None for no deadline."""
 
@@ -182,3 +185,4 @@ class RequestSpec:
             raise ValueError(
                 f"a prompt is a non-empty vector of token ids, not of shape {self.prompt.shape}"
             )
+        assert self.prompt_logprobs is None or not self.hashes, "cached KV has no log-probabilities"

@@ -16,7 +16,12 @@ import msgspec
 
 from csps.configurator.costs.cost_table import Bucket, bucket_of
 from csps.protocols.attention.csa import CsaPlan
-from csps.protocols.core.errors import BoundNotMet, ConnectionLost, DeadlineExceeded
+from csps.protocols.core.errors import (
+    BoundNotMet,
+    ConnectionLost,
+    DeadlineExceeded,
+    InvalidRequest,
+)
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import CancelSequence, EvictKv, JoinBatch, RetainKv
@@ -213,6 +218,12 @@ class Executor:
         if sequence.over:
             return
         message = msgspec.structs.replace(message, instances=_decode_instances(sequence))
+        if sequence.handle.prompt_logprobs is not None:
+            error = "not supported by this server, which computes prompts beside decoding"
+            self._requests.fail_sequence(
+                sequence, InvalidRequest(f"prompt_logprobs: {error}", param="prompt_logprobs")
+            )
+            return
         sequence.decode.notify(0, "join", pack(message))
         handle, reserved = sequence.handle, sequence.command.message
         handle.placement = AttemptPlacement(
@@ -292,12 +303,7 @@ class Executor:
 
 
 def _decode_instances(sequence: LiveSequence) -> tuple[int, ...]:
-    """Return the instances that iterate a sequence, for an elastic gang; else none.
-
-    The other instances of an elastic gang do not wait for its iterations.
-    """
-    if sequence.decode.role != "elastic":
-        return ()  # a gang that only decodes iterates all its sequences together
+    """Return the instances that iterate a sequence; the others do not wait for its iterations."""
     return tuple(sorted(map(index_of, decode_members(sequence.placement))))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import FinishReason, SampledToken
+from csps.protocols.gang.messages import FinishReason, PromptLogprobs, SampledToken
 from csps.services.requests.request_handle import (
     ClientTooSlow,
     ElasticEvent,
@@ -224,6 +224,12 @@ class LiveRequests:
         if sequence.move is not None and token.index > sequence.next_index:
             sequence.move.early[token.index] = token
             return
+        known = sequence.handle.prompt_logprobs
+        if known is not None and known.missing:
+            # Other ranks may still compute log-probabilities, and nothing would wait for them
+            # behind a token that is the answer's last.
+            sequence.withheld = token
+            return
         if token.index != sequence.next_index:
             error = f"token {token.index} arrived, expected token {sequence.next_index}"
             self.fail_sequence(sequence, ProtocolError(error))
@@ -257,6 +263,20 @@ class LiveRequests:
                 handle.prefill_over.set()
         if sequence.move is not None and sequence.next_index in sequence.move.early:
             self.deliver(sequence.move.early.pop(sequence.next_index))
+
+    def deliver_prompt_logprobs(self, message: PromptLogprobs) -> None:
+        """Add log-probabilities to those of a prompt; the last ones let its first token pass.
+
+        Raises:
+            ProtocolError: the message does not fit the prompt.
+        """
+        sequence = self.serving(message.sequence_id)
+        if sequence is None or (known := sequence.handle.prompt_logprobs) is None:
+            return
+        known.add(message)
+        if not known.missing and (token := sequence.withheld) is not None:
+            sequence.withheld = None
+            self.deliver(token)
 
     def fail_sequence(self, sequence: LiveSequence, error: Exception) -> None:
         """End a sequence with an error; the scheduler retries or fails its request."""

@@ -59,6 +59,8 @@ class LiveSequence:
     over: bool = False
     """The sequence no longer serves its request; late tokens are dropped."""
     last_token: int = -1
+    withheld: SampledToken | None = None
+    """First token, while log-probabilities of the prompt are missing."""
     members: Members = frozenset()
     """Instances that decode the sequence; none before the gang was told to decode it."""
     decode_ended: bool = False

@@ -56,13 +56,22 @@ def prefill_messages(
         chunks=tuple(map(_chunk_in_gang, step.chunks)),
         strategy=parse_option(step.strategy).strategy,
         csa=csa,
+        prompt_logprobs=_wanted_logprobs(step, sequences),
         trace=sequences[0].handle.carrier,
     )
     common.check()
     packed = pack(common)
     messages = [packed] * gang.world_size
-    for member, tokens in _tokens_of_rows(step, sequences).items():
-        message = packed | {"tokens": token_bytes(tokens)}
+    known = [known_tokens(sequence.handle) for sequence in sequences]
+    next_tokens: dict[InstanceId, NDArray[np.int32]] = {}
+    if common.prompt_logprobs:
+        behind = [_next_tokens(sequence, common.prompt_logprobs) for sequence in sequences]
+        next_tokens = _of_rows(step, behind)
+    for member, tokens in _of_rows(step, known).items():
+        message = packed | {
+            "tokens": token_bytes(tokens),
+            "next_tokens": token_bytes(next_tokens.get(member, NOTHING)),
+        }
         for rank in gang.ranks_of(index_of(member)):
             messages[rank] = message
     return messages
@@ -90,18 +99,44 @@ def _chunk_in_gang(chunk: PrefillChunk) -> PrefillChunk:
     )
 
 
-def _tokens_of_rows(
-    step: PrefillStep, sequences: list[LiveSequence]
+def _of_rows(
+    step: PrefillStep, by_position: list[NDArray[np.int32]]
 ) -> dict[InstanceId, NDArray[np.int32]]:
-    """Return the tokens that each member of the group computes, in the order of its rows."""
+    """Return what belongs to the positions that each member of the group computes, in the order of
+    its rows.
+
+    Args:
+        by_position: one number for each position, by chunk.
+    """
     tokens: dict[InstanceId, list[NDArray[np.int32]]] = {instance: [] for instance in step.group}
-    for rows, sequence in zip(rows_of(step), sequences, strict=True):
-        known = known_tokens(sequence.handle)
+    for rows, known in zip(rows_of(step), by_position, strict=True):
         for kv_slice in rows:
             tokens[kv_slice.instance].append(known[kv_slice.start : kv_slice.stop : kv_slice.step])
     return {
         instance: np.concatenate(rows) if rows else NOTHING for instance, rows in tokens.items()
     }
+
+
+def _wanted_logprobs(step: PrefillStep, sequences: list[LiveSequence]) -> dict[SequenceId, int]:
+    """Return the sequences of which the step yields log-probabilities of the prompt, with the
+    number of likeliest tokens that each wants."""
+    return {
+        sequence.id: sequence.handle.prompt_logprobs.count
+        for chunk, sequence in zip(step.chunks, sequences, strict=True)
+        if sequence.handle.prompt_logprobs is not None
+        if sequence.handle.prompt_logprobs.missing
+        # A retry computes tokens of the answer as well, whose log-probabilities are known.
+        if chunk.start < sequence.handle.spec.prompt.size - 1
+    }
+
+
+def _next_tokens(sequence: LiveSequence, wanted: Container[SequenceId]) -> NDArray[np.int32]:
+    """Return the token of the prompt behind each position; -1 where none is wanted."""
+    prompt = sequence.handle.spec.prompt
+    behind = np.full(known_tokens(sequence.handle).size, -1, np.int32)
+    if sequence.id in wanted:
+        behind[: prompt.size - 1] = prompt[1:]
+    return behind
 
 
 def without_cancelled(

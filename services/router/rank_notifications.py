@@ -23,6 +23,7 @@ from csps.protocols.gang.messages import (
     LinkBroken,
     PrefillDone,
     PrefillProgress,
+    PromptLogprobs,
     RankKvReceived,
     RequestFailed,
     SampledTokens,
@@ -94,6 +95,7 @@ class RankNotifications:
         self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
             "prefill_progress": self._prefill_progress,
             "prefill_done": self._prefill_done,
+            "prompt_logprobs": self._prompt_logprobs,
             "received": self._kv_received,
             "freed": self._freed,
             "retained": self._retained,
@@ -150,6 +152,11 @@ class RankNotifications:
         done = unpack(PrefillDone, payload)
         instance = instance_id(gang_number, gang.instance_of(rank))
         self._steps.rank_done(done, instance)
+
+    def _prompt_logprobs(
+        self, gang_number: GangId, gang: GangClient, rank: int, payload: Any
+    ) -> None:
+        self._requests.deliver_prompt_logprobs(unpack(PromptLogprobs, payload))
 
     def _kv_received(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         received = unpack(RankKvReceived, payload)
@@ -341,7 +348,9 @@ class RunningSteps:
 
     def _completed(self, step: _RunningStep) -> None:
         took_s = max(step.took_s.values())
-        self._measured(step.command, step.shape, took_s)
+        # A step that computes the logits of whole prompts says nothing of one that does not.
+        if all(sequence.handle.prompt_logprobs is None for sequence in step.sequences):
+            self._measured(step.command, step.shape, took_s)
         if step.unreported.gang.role == "elastic":
             events = step_events(
                 step.command.step,

@@ -230,7 +230,7 @@ def test_a_step_may_be_stopped_at_any_point(
 
 
 def test_points_follow_from_the_step_alone() -> None:
-    shape = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1)
+    shape = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, vocab=64, tp=1)
     with blocks_of(4):
         points = step_points(step_of([0, 8, 20], [20], strategy="ulysses"), shape)
     assert points == StepPoints(((1, 5, 1), (1, 5, 1), (1,)))
@@ -239,7 +239,7 @@ def test_points_follow_from_the_step_alone() -> None:
     assert (
         step_points(
             step_of([0, 20], [20]),
-            ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1, whole=True),
+            ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, vocab=64, tp=1, whole=True),
         ).total
         == 7
     )

@@ -39,6 +39,14 @@ REUSE = f"{SCHEDULING}/test_prefix_reuse.py"
 
 SCHEDULER = (
     Fault(
+        name="An answer begins before other ranks have reported the prompt's log-probabilities.",
+        file="services/router/live_requests.py",
+        old="        if known is not None and known.missing:\n",
+        new="        if False:\n",
+        test="tests/services/test_prompt_logprobs_real_ranks.py"
+        "::test_prompt_logprobs_are_those_of_transformers",
+    ),
+    Fault(
         name="Steps of a sequence that is over are sent all the same.",
         file="services/scheduling/core/steps.py",
         old="            self._drop(step)\n",

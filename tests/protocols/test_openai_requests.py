@@ -257,7 +257,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 129}, "n: must be between 1 and 128, got 129"),
     ({"priority": 2**31}, "priority: must be between -2147483648 and 2147483647"),
     ({"priority": 0.5}, "priority: must be an integer, got 0.5"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs: not supported by this server"),
     ({"use_beam_search": True}, "use_beam_search: only false is supported, got true"),
     ({"length_penalty": 2}, "length_penalty: only 1 is supported, got 2"),
     ({"thinking_token_budget": 9}, "thinking_token_budget: not supported by this server"),
@@ -491,7 +490,12 @@ REFUSED_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs: must be an integer, got true"),
     ({"best_of": 1, "n": 2}, "best_of: must be at least n (2)"),
     ({"best_of": 2, "stream": True}, "best_of: must be n for a stream"),
-    ({"echo": True, "logprobs": 1}, "logprobs: not supported with 'echo'"),
+    (
+        {"echo": True, "logprobs": 1, "stream": True},
+        "logprobs: not supported with 'echo' and 'stream'",
+    ),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: not supported with 'stream'"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs: must be"),
     ({"suffix": "x"}, "suffix: not supported"),
 ]
 

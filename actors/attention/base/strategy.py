@@ -74,7 +74,7 @@ class Strategy(Protocol):
         and once for each member that is `offered`.
         """
         # Called for every layer but the last, which needs single rows only: `query_exchange`
-        # computes them for all strategies.
+        # computes them for all strategies. Log-probabilities of the prompt need all rows there.
         ...
 
 

@@ -25,7 +25,8 @@ class StepPoints:
 
     layers: tuple[Phases, ...]
     """Phases of each layer. The first phase is the point at which the layer begins, the last is its
-    MLP. The model's last layer, which is computed by rows, has the first phase only."""
+    MLP. The model's last layer, which is computed by rows, has the first phase only, unless
+    log-probabilities of the prompt are wanted: they count with its MLP."""
 
     @property
     def total(self) -> int:

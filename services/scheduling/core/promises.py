@@ -9,7 +9,7 @@ that is fair to all keys (`queue.py`).
 *The bound.* Nobody is due before it comes, and nobody later than `patience_s` after it came. From
 then on a request has the highest priority, too. So no request is passed by one that came more than
 `patience_s` after it, whatever objectives and priorities others have: it waits as long as if it had
-come so much later in the order of arrival.
+come so much later in the order of arrival. Only modest tenants (`queue.py`) may still pass it.
 
 Without objectives and priorities nobody has a place, and the order is that of `queue.py` alone.
 
@@ -156,11 +156,12 @@ class Promises:
         """
         now_ns = self._round.now_ns
         self._changes_ns = None
-        latest: dict[int, int] = {}
+        latest: dict[tuple[bool, int], int] = {}
         for request in reversed(fair):
             priority, due_ns = self.place(request)
             if self._ordering.due_ns(request, now_ns) is None:
-                due_ns = latest[priority] = min(due_ns, latest.get(priority, due_ns))
+                alike = request.modest, priority
+                due_ns = latest[alike] = min(due_ns, latest.get(alike, due_ns))
             request.place = priority, due_ns
 
     def _note_change(self, request: Request, overdue_ns: int) -> None:
