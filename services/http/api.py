@@ -35,6 +35,7 @@ from csps.services.http.body import (
 )
 from csps.services.http.body_parser import Endpoint, ParsedBody, Question
 from csps.services.http.errors import error_response, messages_error_response, on_http_error
+from csps.services.http.openapi import docs_page, openapi_document
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestMetadata, RequestParser, read_slo
 from csps.services.requests.request_handle import RequestHandle
@@ -98,6 +99,8 @@ class HttpApi:
     max_body_bytes: int
     parser_pool: ParserPool
     auth: AuthSettings = field(default_factory=AuthSettings)
+    docs: bool = False
+    """The API is shown at `/docs` and `/openapi.json`."""
     being_read: RequestsBeingRead = field(default_factory=RequestsBeingRead)
     answers: ByteBudget = field(
         default_factory=partial(ByteBudget, "long answers wait to be read", exempt=EXEMPT_BYTES)
@@ -128,6 +131,11 @@ class HttpApi:
             Route("/health", _guarded(self.health), methods=["GET"]),
             Route("/metrics", _guarded(self.scrape), methods=["GET"]),
         ]
+        if self.docs:
+            routes += [
+                Route("/openapi.json", _guarded(self.openapi), methods=["GET"]),
+                Route("/docs", _guarded(self.page), methods=["GET"]),
+            ]
         return Starlette(
             routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
         )
@@ -174,6 +182,14 @@ class HttpApi:
     async def scrape(self, request: Request) -> Response:
         """Handle `GET /metrics` in the Prometheus text format."""
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        """Handle `GET /openapi.json`."""
+        return JSONResponse(openapi_document())
+
+    async def page(self, request: Request) -> Response:
+        """Handle `GET /docs`."""
+        return Response(docs_page(), media_type="text/html")
 
     async def _question(self, question: Question, request: Request) -> Response:
         """Answer what needs the tokenizer and no model."""

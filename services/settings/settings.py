@@ -209,7 +209,7 @@ class QueueSettings(SettingsSection):
 
 
 class HttpSettings(SettingsSection):
-    """Limits for clients that stop in the middle of a request; each gets a 408.
+    """What clients may do. One that stops in the middle of a request gets a 408.
 
     The limit for headers belongs to the reverse proxy (`services.http.header_deadline`).
     """
@@ -220,6 +220,8 @@ class HttpSettings(SettingsSection):
     """Limit for the next byte of a body."""
     request_templates: bool = False
     """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
+    docs: bool = False
+    """True shows the API at `/docs`, and as an OpenAPI document at `/openapi.json`, to everyone."""
 
 
 class TlsSettings(SettingsSection):
