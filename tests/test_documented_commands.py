@@ -23,14 +23,16 @@ from csps.protocols.openai.requests import (
     GenerationRequest,
     parse_request,
 )
+from csps.services.settings.hub import is_hub_id
 
 CHECKED_ELSEWHERE = {
+    "docker": "tests/deploy/test_images.py",
     "helm": "tests/helm/test_helm_commands.py",
     "kubectl": "tests/helm/test_helm_commands.py",
     "prometheus": "tests/end_to_end/test_observed.py",
 }
 """Programs whose commands another test reads from the documents."""
-CHECKED_HERE = ("csps", "make", "python", "curl", "ray")
+CHECKED_HERE = ("csps", "make", "python", "curl", "ray", "hf")
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
@@ -145,3 +147,11 @@ def test_a_ray_start_command_has_a_valid_server_label(command: Documented) -> No
     label, _, server = labels.partition("=")
     assert label == "csps.io/server"
     assert str(Location.parse(f"{server}-0")) == f"{server}-0"
+
+
+@pytest.mark.parametrize("command", documented("hf"), ids=str)
+def test_an_hf_command_downloads_a_model_by_its_id(command: Documented) -> None:
+    """Other commands of the Hub's program would need a check of their own."""
+    name, model = arguments(command)
+    assert name == "download"
+    assert is_hub_id(model)

@@ -1,4 +1,4 @@
-"""`make clean` and a server that runs, with a `csps` that only notes what it is asked for."""
+"""The Makefile, with a `csps` and a `pip` that only note what they are asked for."""
 
 from __future__ import annotations
 
@@ -58,3 +58,70 @@ def test_without_a_server_nothing_is_asked(checkout: Path) -> None:
     assert clean(checkout) == 0
     assert not (checkout / "asked").exists()
     assert not (checkout / ".venv").exists()
+
+
+INDEX = "http://wheels.example.org/cpu"
+
+
+def install(checkout: Path, *, driver: bool = False, status: int = 0, **variables: str) -> str:
+    """Make the environment anew; return what make said.
+
+    Args:
+        driver: whether the machine has NVIDIA's.
+        status: with which pip ends if it is asked for another index.
+    """
+    (checkout / ".venv" / ".installed").unlink()
+    (checkout / "constraints.txt").write_text("numpy==2.4.6\ntorch==2.13.0\ntorchx==1\n")
+    pip = checkout / ".venv" / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\necho "$@" >> asked\ncase "$*" in *index*) exit {status};; esac\n')
+    pip.chmod(0o755)
+    programs = checkout / "programs"
+    programs.mkdir()
+    for name in ("sh", "bash", "grep", "touch", "python3", "env"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    if driver:
+        (programs / "nvidia-smi").symlink_to("/bin/true")
+    done = subprocess.run(
+        [shutil.which("make") or "make", ".venv/.installed", "SHELL=/bin/sh"],
+        cwd=checkout,
+        env={"PATH": str(programs), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def asked(checkout: Path) -> list[str]:
+    return (checkout / "asked").read_text().splitlines()
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has a driver")
+def test_without_a_driver_torch_comes_from_the_index_of_cpu_wheels(checkout: Path) -> None:
+    assert install(checkout, CPU_WHEELS=INDEX) == ""
+    first, second = asked(checkout)
+    assert first.endswith(f"--no-deps --index-url {INDEX} torch==2.13.0")
+    assert second.endswith("-c constraints.txt -e .")
+
+
+def test_with_a_driver_torch_comes_from_the_usual_index(checkout: Path) -> None:
+    install(checkout, driver=True)
+    (only,) = asked(checkout)
+    assert "index" not in only
+
+
+def test_no_index_of_cpu_wheels_can_be_asked_for(checkout: Path) -> None:
+    install(checkout, CPU_WHEELS="")
+    assert len(asked(checkout)) == 1
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has a driver")
+def test_an_index_that_cannot_be_reached_is_said_and_does_not_stop_the_rest(
+    checkout: Path,
+) -> None:
+    said = install(checkout, status=1, CPU_WHEELS=INDEX)
+    assert INDEX in said
+    assert "gigabytes" in said
+    assert "CPU_WHEELS=" in said
+    assert asked(checkout)[-1].endswith("-e .")

@@ -13,6 +13,7 @@ from typing import Any
 
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.decode_batch import SimulatedMember
+from csps.loadgen.simulator.exchanges import iteration_costs
 from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
 from csps.protocols.core.placement import KvSlice
@@ -55,7 +56,7 @@ class PacedDecode:
         self._batch = SequencedRanks(
             timeline,
             len(cluster.decode.instances),
-            hybrid=cluster.hybrid_of,
+            cost=iteration_costs(cluster),
             quantum_ns=cluster.quantum_ns,
             gap_ns=cluster.iteration_gap_ns,
             finished=lambda member: self._leave(member.sequence),

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.exchanges import StepTimes
 from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.prefill_gang import PrefillGang
 from csps.loadgen.simulator.step_order import StepOrder
@@ -47,11 +48,12 @@ class PacedPrefill:
         self._jobs: dict[int, PrefillStep] = {}
         handlers = {"sampler": _ignore, "prefill": self._prefill, "cancel": self._cancel}
         self.ranks = PacedRanks("prefill", cluster, handlers, secret)
+        network = SimulatedNetwork(timeline, cluster)
         self._gang = PrefillGang(
             order=StepOrder(timeline, len(cluster.prefill.instances), cluster.quantum_ns),
             slots=Slots(cluster.prefill.kv_slots),
-            work_ns=cluster.step_ns,
-            route=SimulatedNetwork(timeline, cluster).route,
+            times=StepTimes(cluster, network),
+            route=network.route,
             kv_bytes_per_token=cluster.kv_bytes_per_token,
             layers=cluster.layers,
             listener=self,

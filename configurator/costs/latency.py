@@ -121,9 +121,13 @@ class LinearDecodeCost:
         """Convert coefficients in seconds."""
         return cls(a=fixed_ns(a), b=fixed_ns(b), c=fixed_ns(c))
 
+    def predict_fixed(self, batch: int, context: int) -> int:
+        """Predict one iteration, in 2^-48 ns."""
+        return self.a + self.b * context + self.c * batch
+
     def predict_ns(self, batch: int, context: int) -> int:
         """Predict one iteration, rounded down."""
-        return (self.a + self.b * context + self.c * batch) >> FRACTION_BITS
+        return self.predict_fixed(batch, context) >> FRACTION_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +144,18 @@ class DecodeCost:
         """Return the coefficients for a batch of this size."""
         return self.small if batch <= self.tipping_batch else self.large
 
-    def predict_ns(self, batch: int, context: int) -> int:
-        """Predict one iteration, rounded down.
+    def predict_fixed(self, batch: int, context: int) -> int:
+        """Predict one iteration, in 2^-48 ns.
 
         Args:
             batch: requests that sample a token.
             context: tokens that they attend to, summed.
         """
-        return self.regime(batch).predict_ns(batch, context)
+        return self.regime(batch).predict_fixed(batch, context)
+
+    def predict_ns(self, batch: int, context: int) -> int:
+        """Predict one iteration, rounded down."""
+        return self.predict_fixed(batch, context) >> FRACTION_BITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,7 @@ def lines(result: Result) -> Iterator[str]:
     for metric in LATENCIES:
         yield from _latencies(result, metric)
     yield from _by_length(result)
+    yield from _probes(result)
     for reason, count in result["failed_by_reason"].items():
         yield f"{count} x {reason}"
     yield "=" * _WIDTH
@@ -115,7 +116,9 @@ def _percent(share: float | None) -> float | None:
 def _latencies(result: Result, metric: str) -> Iterator[str]:
     ending = f"_{metric}_ms"
     values = {
-        name.removesuffix(ending): value for name, value in result.items() if name.endswith(ending)
+        name.removesuffix(ending): value
+        for name, value in result.items()
+        if name.endswith(ending) and not name.startswith(_PROBE)
     }
     if values:
         yield _title(_TITLES[metric], "-")
@@ -123,6 +126,17 @@ def _latencies(result: Result, metric: str) -> Iterator[str]:
             f"{name.capitalize()} {metric.upper()} (ms)": value for name, value in values.items()
         }
         yield from _rows(names)
+
+
+_PROBE = "probe_"
+
+
+def _probes(result: Result) -> Iterator[str]:
+    """Yield what requests of `--probe-request-rate` saw."""
+    found = {name: value for name, value in result.items() if name.startswith(_PROBE)}
+    if found:
+        yield _title("Probes beside the load", "-")
+        yield from _rows({name.removeprefix(_PROBE): value for name, value in found.items()})
 
 
 def _by_length(result: Result) -> Iterator[str]:

@@ -39,7 +39,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", help="name in the API, if --model is a checkpoint's")
     group.add_argument(
         "--ready-check-timeout-sec",
-        type=_seconds,
+        type=_not_negative,
         default=0.0,
         metavar="SECONDS",
         help="wait so long for the server to list its models (0: it has to be there)",
@@ -112,10 +112,10 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--random-prefix-len",
-        type=_no_prefix,
+        type=_count,
         default=0,
         metavar="TOKENS",
-        help="only 0: prompts that begin alike come from a file with hash_ids",
+        help="of random: all prompts begin with the same so many tokens, before their own (0)",
     )
     group.add_argument(
         "--sharegpt-output-len", type=int, help="of sharegpt from a file, instead of its answers'"
@@ -177,6 +177,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency",
         type=int,
         help="requests at once; with no rate, a closed loop of so many users",
+    )
+    group.add_argument(
+        "--probe-request-rate",
+        type=_not_negative,
+        default=0.0,
+        metavar="RATE",
+        help="beside the load, so many requests/s of a few tokens in and one out, measured apart",
     )
     group.add_argument("--num-warmups", type=int, default=0, help="requests before, not counted")
     group.add_argument("--max-duration", type=positive, metavar="SECONDS", help="stop then")
@@ -255,18 +262,17 @@ def _ratio(text: str) -> float:
     return value
 
 
-def _no_prefix(text: str) -> int:
-    if text != "0":
-        raise argparse.ArgumentTypeError(
-            "prompts that begin alike come from a file with hash_ids (--dataset-path)"
-        )
-    return 0
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("expected a number from 0 on")
+    return value
 
 
-def _seconds(text: str) -> float:
+def _not_negative(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError("expected seconds, 0 or more")
+        raise argparse.ArgumentTypeError("expected a finite number, 0 or more")
     return value
 
 

@@ -74,9 +74,31 @@ def load_requests(
         raise ConfigError("there are no requests to send")
     writer = Writer(seed=arguments.seed, chat=chat, count=token_count(arguments.tokenizer))
     written = tuple(writer.write(requests))
+    if prefix := prefix_tokens(arguments):
+        if arguments.save_trace:
+            raise ConfigError("--save-trace: a trace cannot hold the text of --random-prefix-len")
+        written = tuple(writer.begin_alike(written, prefix))
     if arguments.save_trace:
         write_trace(requests, arguments.save_trace)
     return LoadRequests(requests=written, facts=_facts(arguments, fitted))
+
+
+def prefix_tokens(arguments: argparse.Namespace) -> int:
+    """Return the tokens with which all prompts of `random` begin."""
+    is_random = arguments.dataset_name == "random" and arguments.dataset_path is None
+    tokens: int = arguments.random_prefix_len if is_random else 0
+    return tokens
+
+
+PROBE_TOKENS = 8
+"""Length of a probe's prompt, which no cache has."""
+
+
+def probe_request(number: int, *, seed: int, chat: bool, count: Count | None) -> WorkloadRequest:
+    """Return a request of `--probe-request-rate`: a few tokens in, one out."""
+    writer = Writer(seed=seed, needles=0, chat=chat, count=count)
+    one = WorkloadRequest(arrival_ns=0, input_length=PROBE_TOKENS, output_length=1)
+    return writer.write_numbered(one, number)
 
 
 def arrivals_of(arguments: argparse.Namespace) -> Arrivals:
@@ -117,7 +139,9 @@ def _generated(arguments: argparse.Namespace, positions: int | None) -> FittedRe
         longest_input=arguments.max_input_len,
         shortest_input=SHORTEST_SCALED,
         longest_output=None if arguments.dataset_name == "random" else arguments.output_len,
-        positions=None if positions is None else positions - SPECIAL_TOKENS,
+        positions=(
+            None if positions is None else positions - SPECIAL_TOKENS - prefix_tokens(arguments)
+        ),
     )
     return generate(
         named(arguments),
@@ -208,6 +232,7 @@ def _facts(arguments: argparse.Namespace, fitted: FittedRequests) -> dict[str, A
         "max_input_len": arguments.max_input_len,
         "prompts_cut": fitted.cut,
         "turns": arguments.turns,
+        "random_prefix_len": prefix_tokens(arguments),
         "seed": arguments.seed,
         "ramp_up_strategy": arguments.ramp_up_strategy,
         "ramp_up_start_rps": arguments.ramp_up_start_rps,

@@ -10,23 +10,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import logging
 import math
 import os
 import platform
 import signal
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvloop
 
 from csps.loadgen.bench import options
 from csps.loadgen.bench.console import lines, progress
-from csps.loadgen.bench.requests import LoadRequests, load_requests
+from csps.loadgen.bench.requests import (
+    LoadRequests,
+    load_requests,
+    probe_request,
+    token_count,
+)
 from csps.loadgen.client.client import ENDPOINTS, LoadClient, RequestFormat, Transcript
 from csps.loadgen.client.connection import Server
 from csps.loadgen.results.record import Slo
@@ -274,6 +281,65 @@ def _model(answer: Any, name: str | None) -> dict[str, Any]:
     return model
 
 
+class Probes:
+    """Sends short requests beside a load, at a fixed rate: what others notice of it."""
+
+    def __init__(self, target: Target, arguments: argparse.Namespace) -> None:
+        self._arguments, self._chat = arguments, target.api.chat
+        self._count = token_count(arguments.tokenizer)
+        # Of no slots: a probe does not wait for the load's.
+        self._load_client = LoadClient(
+            target.server, target.api, request_timeout_s=arguments.request_timeout, name="probe"
+        )
+
+    async def send(self) -> None:
+        """Send until this task is cancelled; probes under way end with it."""
+        self._load_client.start_clock()
+        async with asyncio.TaskGroup() as group:
+            for number in itertools.count():
+                due_ns = round(number * 1e9 / self._arguments.probe_request_rate)
+                await asyncio.sleep(max(0, due_ns - self._load_client.now_ns()) / 1e9)
+                request = probe_request(
+                    number, seed=self._arguments.seed, chat=self._chat, count=self._count
+                )
+                payload = self._load_client.encode(request, number)
+                group.create_task(self._load_client.ask(request, due_ns, payload))
+
+    def figures(self) -> dict[str, Any]:
+        """Return vLLM's figures of probes, and their times to the first token."""
+        records = self._load_client.records
+        done = [record for record in records if record.completed]
+        failed = sum(record.status == "failed" for record in records)
+        figures: dict[str, Any] = {
+            "probe_request_rate": self._arguments.probe_request_rate,
+            "probe_completed": len(done),
+            "probe_failed": failed,
+        }
+        for name in ("e2el", "ttft"):
+            times = [1e3 * getattr(record, f"{name}_s") for record in done]
+            values = np.percentile(times, (50, 99, 100)) if times else [None] * 3
+            for part, value in zip(("median", "p99", "max"), values, strict=True):
+                figures[f"probe_{part}_{name}_ms"] = None if value is None else round(value, 3)
+        return figures
+
+
+@asynccontextmanager
+async def probing(target: Target, arguments: argparse.Namespace) -> AsyncIterator[Probes]:
+    """Send probes while the body runs, if they are asked for."""
+    probes = Probes(target, arguments)
+    if not arguments.probe_request_rate:
+        yield probes
+        return
+    task = asyncio.create_task(probes.send())
+    try:
+        yield probes
+    finally:
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
 def closed_loop(arguments: argparse.Namespace) -> bool:
     """Return whether users wait for their answers: a number of users is given, but no rate."""
     timed = arguments.dataset_path or arguments.ramp_up_strategy
@@ -300,7 +366,10 @@ async def measure(
     )
     shown = progress(load_client.counts, len(selected.requests))
     cpu_s = time.process_time()
-    async with nullcontext() if arguments.disable_tqdm else shown:
+    async with (
+        nullcontext() if arguments.disable_tqdm else shown,
+        probing(target, arguments) as probes,
+    ):
         await _stoppable(load)
     cpu_s = time.process_time() - cpu_s
     records = sorted(load_client.records, key=lambda record: record.scheduled_ns)
@@ -309,6 +378,8 @@ async def measure(
         "client_cpu_s": round(cpu_s, 4),
         "client_cpu_ms_per_request": round(1000 * cpu_s / max(1, len(records)), 4),
     }
+    if arguments.probe_request_rate:
+        facts |= probes.figures()
     return summarize(records, replace(run, facts=run.facts | facts))
 
 

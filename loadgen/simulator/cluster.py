@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from csps.configurator.costs.latency import HybridCost, LatencyTable
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.loadgen.simulator.planned_options import PlannedOptions
+from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.step_messages import PrefillStep
+from csps.services.scheduling.events.events import index_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,26 @@ class LinkModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenBytes:
+    """Bytes of a token in all layers, which instances exchange."""
+
+    shape: AttentionShape
+    """Sizes of the model's attention, for the formulas of traffic."""
+    element: float
+    """Bytes of an element."""
+
+    @property
+    def kv(self) -> float:
+        """Return the bytes of its keys and values."""
+        return 2 * self.shape.kv_width * self.shape.layers * self.element
+
+    @property
+    def queries(self) -> float:
+        """Return the bytes of its queries, or of attention's output."""
+        return self.shape.width * self.shape.layers * self.element
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterModel:
     """Everything that simulated time depends on, apart from requests and policy."""
 
@@ -64,8 +88,16 @@ class ClusterModel:
     """Link between instances of one server. None: KV arrives at once."""
     between: LinkModel | None = None
     """Link between instances of two servers. None: KV arrives at once."""
+    measured: LinkModel | None = None
+    """Link between the instances on which `table` was measured, all on one server: the times hold
+    their exchanges. None: the times hold no exchange.
+    """
     kv_bytes_per_token: int = 0
     layers: int = 1
+    attention: AttentionShape | None = None
+    """Sizes of the model. None: as many query heads as KV heads, and hidden rows as wide."""
+    options: PlannedOptions | None = None
+    """Options of attention, with times. None: all attention is exact."""
     receiving_backends: int | None = None
     """Transfers that a decode instance receives at a time. None: no limit."""
     max_positions: int = 1 << 20
@@ -114,12 +146,14 @@ class ClusterModel:
         tp = self.decode.tp
         return HybridCost(step=self.table.step(1, tp), decode=self.table.iteration(instances, tp))
 
-    def move_ns(self, tokens: int) -> int:
-        """Return how long a KV transfer takes between two instances of a server."""
-        if self.inside is None:
-            return 0
-        size = tokens * self.kv_bytes_per_token
-        return self.inside.latency_ns + size * 1_000_000_000 // self.inside.bytes_per_s
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Return the bytes of a token."""
+        shape = self.attention or AttentionShape(
+            hidden=1, heads=1, kv_heads=1, head_dim=1, layers=self.layers
+        )
+        elements = 2 * shape.kv_width * shape.layers
+        return TokenBytes(shape=shape, element=self.kv_bytes_per_token / elements)
 
     @cached_property
     def _strategies(self) -> frozenset[str]:
@@ -134,3 +168,20 @@ class ClusterModel:
         cost = self.table.step(len(step.group), self.prefill.tp, strategy)
         rows = ((chunk.length, chunk.start) for chunk in step.chunks)
         return cost.predict_batch_ns(rows) + self.step_gap_ns
+
+    def permille(self, step: PrefillStep) -> int | None:
+        """Return a step's time in thousandths of computing by exact SP-NTP on its group.
+
+        None: the pipeline simulator cannot tell.
+        """
+        if self.options is None:
+            return None
+        places = sorted(
+            Location.parse(self.prefill.instances[index_of(instance)].location)
+            for instance in step.group
+        )
+        shape, tokens = GroupShape.of(places, self.prefill.tp), step.bounds[-1]
+        if not self.options.prices(shape, tokens):
+            return None
+        history = max(chunk.start for chunk in step.chunks)
+        return self.options.permille(step.strategy, shape, history, tokens)

@@ -6,16 +6,15 @@ unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from csps.configurator.costs.cost_table import read_latencies
 from csps.configurator.costs.latency import (
+    FRACTION_BITS,
     DecodeCost,
     LatencyKey,
     LatencyTable,
@@ -27,87 +26,29 @@ from csps.configurator.costs.latency import (
 from csps.configurator.costs.latency_tables import PUBLISHED
 from csps.configurator.model.scaling_information_base import ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
-from csps.protocols.core.errors import ConfigError, abridged, nearest
+from csps.loadgen.simulator.hardware import (
+    BITS_PER_BYTE,
+    ClusterServer,
+    Count,
+    Links,
+    LinkSection,
+    ModelSection,
+    Permission,
+    RankSection,
+    RankSpeed,
+    Section,
+    read_named,
+)
+from csps.loadgen.simulator.planned_options import PlannedOptions
+from csps.protocols.attention.plan import EXACT
+from csps.protocols.core.errors import ConfigError, nearest
 from csps.protocols.gang.members import GangRole
 
-
-def read_named(name_or_path: str, folder: Path) -> tuple[Path, Any]:
-    """Return the path and content of a YAML file, given by its stem in a folder or by its path.
-
-    Raises:
-        ConfigError: the file does not exist or is no YAML; the message names it.
-    """
-    named = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-    path = named.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
-        raise ConfigError(f"no cluster '{name_or_path}'{nearest(name_or_path, named)}; or a file")
-    try:
-        return path, yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 CLUSTERS = Path(__file__).parent / "clusters"
-BITS_PER_BYTE = 8
+NS_PER_S = 1_000_000_000
 LATENCY_FIT = "latency"
 """Name of the fits that `csps profile` writes."""
-Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
-Permission = Literal["prefill", "decode"]
-
-
-class Section(BaseModel):
-    """Base of all sections of a cluster file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys_only(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for key in data:
-                if key not in cls.model_fields:
-                    hint = nearest(str(key), cls.model_fields)
-                    raise ValueError(f"unknown key {abridged(key)}{hint}")
-        return data
-
-
-class ClusterServer(Section):
-    """One or more identical servers."""
-
-    rack: Annotated[int, Field(ge=0)] = 0
-    count: Count = 1
-    """Number of servers, numbered within the rack in the order of the file."""
-    instances: Count
-    """Copies of the weights on each server."""
-    tp: Count = 1
-    """Ranks of each instance."""
-    permissions: Annotated[tuple[Permission, ...], Field(min_length=1)]
-    kv_slots: Count
-    """Tokens that each rank of an instance can hold."""
-    cores: Count | None = None
-    """Cores of each server, which all its ranks share. Not given: every rank has its own."""
-
-
-class LinkSection(Section):
-    """A kind of link."""
-
-    gbps: Annotated[float, Field(gt=0)]
-    """Bandwidth in 10^9 bits a second."""
-    latency_us: Annotated[float, Field(ge=0)] = 0.0
-    shared: bool = False
-    """One link for all (inside: of a server; between: of the whole cluster). Otherwise each pair of
-    instances (inside) or of servers (between) has its own.
-    """
-
-
-class Links(Section):
-    """Links that KV takes. KV arrives at once where no link is given."""
-
-    inside: LinkSection | None = None
-    """Link between instances of one server."""
-    between: LinkSection | None = None
-    """Link between servers."""
 
 
 class DecodeSection(Section):
@@ -124,6 +65,12 @@ class Latency(Section):
 
     steps: dict[Count, tuple[Seconds, Seconds, Seconds, Seconds]] | None = None
     """Seconds of a step on `sp` instances: a + b L + c C L + d L^2 for L tokens after C others."""
+    strategy: Literal["ulysses", "ring_kv", "ring_q"] | None = None
+    """Exact strategy of `steps`, by which its exchanges are priced. Not given: `ulysses`."""
+    measured: LinkSection | None = None
+    """Link between the instances of one server on which the times were measured, with exchanges.
+    Not given: as in `sib` or `table`; other times hold no exchange that computing does not hide.
+    """
     published: str | None = None
     """Name of a paper's table of steps."""
     decode: dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection] | None = None
@@ -164,7 +111,8 @@ class ClusterFile(Section):
     servers: Annotated[tuple[ClusterServer, ...], Field(min_length=1)]
     links: Links = Links()
     latency: Latency
-    kv: Kv = Kv()
+    kv: Kv | None = None
+    """Not given: the sizes of `model`."""
     receiving_backends: Count | None = None
     """KV transfers that a decode instance receives at a time. Not given: no limit."""
     max_positions: Count = 1 << 20
@@ -172,9 +120,32 @@ class ClusterFile(Section):
     quantum_ms: Annotated[float, Field(ge=0)] = 0.0
     """Time between two yield points of a low-priority step; 0 means anywhere."""
     gaps_us: Gaps = Gaps()
-    model: Any = None
-    rank: Any = None
-    """`model` and `rank` are read by `csps plan` only."""
+    model: ModelSection | None = None
+    """Sizes of the model. Not given: it has as many query heads as KV heads, for exchanges."""
+    rank: RankSection | None = None
+    """Speed of a rank, by which the pipeline simulator prices options of attention, as in
+    `csps plan`. Not given: all attention is exact.
+    """
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ClusterFile:
+        if self.kv and self.model and self.kv.bytes_per_token != self.model.kv_bytes:
+            raise ValueError(
+                f"kv.bytes_per_token: {self.kv.bytes_per_token}, but a token of the model has "
+                f"{self.model.kv_bytes}; leave it out"
+            )
+        if self.kv and self.model and self.kv.layers != self.model.layers:
+            raise ValueError(f"kv.layers: the model has {self.model.layers}; leave it out")
+        if self.rank and not self.model:
+            raise ValueError("rank: needs the sizes of `model`")
+        return self
+
+    @property
+    def kv_sizes(self) -> Kv:
+        """Return the KV sizes, as given or the model's."""
+        if self.kv is None and self.model is not None:
+            return Kv(bytes_per_token=self.model.kv_bytes, layers=self.model.layers)
+        return self.kv or Kv()
 
 
 def load_cluster(name_or_path: str) -> ClusterModel:
@@ -184,18 +155,23 @@ def load_cluster(name_or_path: str) -> ClusterModel:
         ConfigError: the file does not exist or is invalid; the message names file and key.
     """
     path, data = read_named(name_or_path, CLUSTERS)
-    return parse_cluster(data, name=path.stem, place=str(path))
+    return parse_cluster(data, name=path.stem, place=str(path), folder=path.parent)
 
 
-def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterModel:
+def parse_cluster(
+    data: Any, *, name: str, place: str = "cluster", folder: Path | None = None
+) -> ClusterModel:
     """Return the model of a cluster file's content.
+
+    Args:
+        folder: where the file is, for paths in it. None: the working directory.
 
     Raises:
         ConfigError: the content is invalid.
     """
     try:
         file = ClusterFile.model_validate(data)
-        return _model(file, name)
+        return _model(file, name, folder or Path())
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -205,17 +181,28 @@ def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterMod
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _model(file: ClusterFile, name: str) -> ClusterModel:
+def _options(file: ClusterFile, folder: Path, tp: int) -> PlannedOptions | None:
+    if file.rank is None or file.model is None:
+        return None
+    speed = RankSpeed.read(file.model, file.rank, file.links, folder=folder, tp=tp)
+    return PlannedOptions(speed)
+
+
+def _model(file: ClusterFile, name: str, folder: Path) -> ClusterModel:
     prefill, decode = _gangs(file)
+    table, kv = _table(file.latency, name, prefill, decode), file.kv_sizes
     return ClusterModel(
         name=name,
         prefill=prefill,
         decode=decode,
-        table=_with_links(_table(file.latency, name, prefill, decode), file.links),
+        table=_with_links(table, file.links),
+        measured=_link(file.latency.measured) or _measured_link(table),
         inside=_link(file.links.inside),
         between=_link(file.links.between),
-        kv_bytes_per_token=file.kv.bytes_per_token,
-        layers=file.kv.layers,
+        kv_bytes_per_token=kv.bytes_per_token,
+        layers=kv.layers,
+        attention=None if file.model is None else file.model.attention,
+        options=_options(file, folder, prefill.tp),
         receiving_backends=file.receiving_backends,
         max_positions=file.max_positions,
         quantum_ns=round(file.quantum_ms * 1_000_000),
@@ -273,6 +260,18 @@ def _link(section: LinkSection | None) -> LinkModel | None:
     )
 
 
+def _measured_link(table: LatencyTable) -> LinkModel | None:
+    """Return the link on which a table's times were measured; None: it has no measured link."""
+    cost = dict(table.links).get("inside")
+    if cost is None or not cost.b:
+        return None
+    return LinkModel(
+        bytes_per_s=(NS_PER_S << FRACTION_BITS) // cost.b,
+        latency_ns=cost.a >> FRACTION_BITS,
+        shared=False,
+    )
+
+
 def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
     """Replace measured link costs by those that the file gives."""
     given = {"inside": links.inside, "between": links.between}
@@ -287,6 +286,8 @@ def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
 def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -> LatencyTable:
     sources = ("steps", "published", "sib", "table")
     given = [key for key in sources if getattr(latency, key) is not None]
+    if latency.strategy is not None and latency.steps is None:
+        raise ConfigError("latency: strategy: only that of `steps` can be given")
     if len(given) != 1:
         raise ConfigError(f"latency: one of {', '.join(sources)}, not {given or 'none'}")
     if latency.sib is not None:
@@ -294,8 +295,8 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
     elif latency.table is not None:
         table = read_latencies(Path(latency.table))
     else:
-        steps = _steps(latency, prefill.tp)
-        table = LatencyTable(name=name, exact="exact", steps=steps)
+        exact, steps = _steps(latency, prefill.tp)
+        table = LatencyTable(name=name, exact=exact, steps=steps)
     if latency.decode is not None:
         decode_costs = tuple(
             (LatencyKey(strategy="decode", sp=sp, tp=decode.tp), _decode(triple))
@@ -323,10 +324,12 @@ def _measured(path: Path) -> LatencyTable:
     return parse_table(fit.canonical)
 
 
-def _steps(latency: Latency, tp: int) -> tuple[tuple[LatencyKey, StepCost], ...]:
+def _steps(latency: Latency, tp: int) -> tuple[str, tuple[tuple[LatencyKey, StepCost], ...]]:
+    """Return the exact strategy that was measured, and its times."""
     if latency.steps is not None:
-        return tuple(
-            (LatencyKey(strategy="exact", sp=sp, tp=tp), StepCost.of_seconds(*coefficients))
+        exact = latency.strategy or EXACT
+        return exact, tuple(
+            (LatencyKey(strategy=exact, sp=sp, tp=tp), StepCost.of_seconds(*coefficients))
             for sp, coefficients in latency.steps.items()
         )
     assert latency.published is not None
@@ -335,11 +338,7 @@ def _steps(latency: Latency, tp: int) -> tuple[tuple[LatencyKey, StepCost], ...]
             f"latency: no published table '{latency.published}'"
             f"{nearest(latency.published, PUBLISHED)}"
         )
-    return tuple(
-        (LatencyKey(strategy="exact", sp=key.sp, tp=key.tp), cost)
-        for key, cost in table.steps
-        if key.strategy == table.exact
-    )
+    return table.exact, table.steps
 
 
 def _decode(section: tuple[float, float, float] | DecodeSection) -> DecodeCost:

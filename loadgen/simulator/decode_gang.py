@@ -5,17 +5,18 @@ On an elastic gang, `SequenceMoves` moves the KV of decoded sequences between in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.decode_batch import SimulatedBatch, SimulatedMember
+from csps.loadgen.simulator.decode_batch import SimulatedBatches, SimulatedMember
+from csps.loadgen.simulator.exchanges import iteration_costs, longest_ns
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
-from csps.loadgen.simulator.requests import GangListener, IterationEnds, SimulatedSequence
+from csps.loadgen.simulator.requests import GangListener, SimulatedSequence
 from csps.loadgen.simulator.sequenced_ranks import SequencedRanks
-from csps.loadgen.simulator.step_order import SimulatedStep
-from csps.loadgen.simulator.timeline import Cores, EventTimeline
-from csps.protocols.core.placement import KvSlice, Span, own, tokens_on, within
+from csps.loadgen.simulator.step_order import Sends, SimulatedStep
+from csps.loadgen.simulator.timeline import Cores, EventTimeline, Link, SimulatedNetwork
+from csps.protocols.core.placement import KvSlice, Span, own
 from csps.protocols.gang.messages import EvictKv, JoinBatch, RetainKv
 from csps.protocols.gang.step_messages import MoveSequence, SequencePlacement
 from csps.services.scheduling.events.commands import (
@@ -193,7 +194,8 @@ class SequenceMoves:
     Args:
         sequences: the sequences that it decodes.
         ranks: its ranks.
-        move_ns: returns how long the KV of so many tokens takes.
+        network: its links.
+        kv_bytes_per_token: size in all layers.
         listener: is notified of the end.
     """
 
@@ -201,11 +203,12 @@ class SequenceMoves:
         self,
         sequences: DecodeSequences,
         ranks: SequencedRanks,
-        move_ns: Callable[[int], int],
+        network: SimulatedNetwork,
+        kv_bytes_per_token: int,
         listener: GangListener,
     ) -> None:
-        self._sequences, self._ranks = sequences, ranks
-        self._move_ns, self._listener = move_ns, listener
+        self._sequences, self._ranks, self._network = sequences, ranks, network
+        self._kv_bytes_per_token, self._listener = kv_bytes_per_token, listener
         self._under_way: dict[SequenceId, None] = {}
 
     def __len__(self) -> int:
@@ -225,9 +228,12 @@ class SequenceMoves:
         self._under_way[move.sequence_id] = None
         self._take_slots(move)
         places = tuple(sorted(map(index_of, move.after.instances)))
+        sends = self._sends(sequence, move)
         task = SimulatedStep(
             members=tuple(sorted({*sequence.instances, *places})),
-            work_ns=max(1, self._move_ns(self._moving_tokens(sequence, move))),
+            # Iterations run between its blocks as if it had the links for itself.
+            work_ns=max(1, longest_ns(sends)),
+            beside=sends,
             high_priority=True,
             started=lambda: None,
             ended=lambda: self._ended(sequence, move, task),
@@ -246,13 +252,17 @@ class SequenceMoves:
         }
         self._sequences.slots.assign(incoming(move.sequence_id), more)
 
-    def _moving_tokens(self, sequence: SimulatedSequence, move: MoveSequence) -> int:
-        """Return the number of KV tokens to transfer."""
+    def _sends(self, sequence: SimulatedSequence, move: MoveSequence) -> Sends:
+        """Return the transfers of the KV that has been generated."""
         assert sequence.member is not None, "the sequence is not decoding"
         generated = Span(0, sequence.prompt_tokens + self._ranks.generated_by(sequence.member))
-        now = tokens_on(within((*sequence.slices, *sequence.answer), generated))
-        then = tokens_on(within((*move.after.slices, *move.after.answer), generated))
-        return sum(max(0, n - now.get(index, 0)) for index, n in then.items())
+        sizes: dict[Link, int] = {}
+        for transfer in move.transfers():
+            tokens = transfer.within(generated).span.length
+            link = self._network.route(transfer.sender, transfer.receiver)
+            if link is not None and tokens:
+                sizes[link] = sizes.get(link, 0) + tokens * self._kv_bytes_per_token
+        return tuple(sizes.items())
 
     def _ended(self, sequence: SimulatedSequence, move: MoveSequence, task: SimulatedStep) -> None:
         sequence_id, slots = move.sequence_id, self._sequences.slots
@@ -297,31 +307,38 @@ class DecodeGang:
         gang: id of the gang.
         timeline: the simulated time.
         cluster: the model of the cluster.
+        network: its links.
         listener: is notified of what happens.
     """
 
     def __init__(
-        self, gang: GangId, timeline: EventTimeline, cluster: ClusterModel, listener: GangListener
+        self,
+        gang: GangId,
+        timeline: EventTimeline,
+        cluster: ClusterModel,
+        network: SimulatedNetwork,
+        listener: GangListener,
     ) -> None:
         self._cluster, self._listener = cluster, listener
         self.sequences = DecodeSequences(gang, Slots(cluster.decode.kv_slots), listener)
         self.ranks: SequencedRanks | None = None
         """The ranks of an elastic gang, which steps and the batch share."""
         self._moves: SequenceMoves | None = None
-        self._batch: SimulatedBatch | SequencedRanks
+        self.batch: SimulatedBatches | SequencedRanks
         if cluster.in_place:
-            self._batch = self.ranks = self._sequenced(timeline)
-            self._moves = SequenceMoves(self.sequences, self.ranks, cluster.move_ns, listener)
+            self.batch = self.ranks = self._sequenced(timeline)
+            self._moves = SequenceMoves(
+                self.sequences, self.ranks, network, cluster.kv_bytes_per_token, listener
+            )
         else:
-            self._batch = self._batched(timeline)
-        self.log = self._batch.log
+            self.batch = self._batched(timeline)
 
     def _sequenced(self, timeline: EventTimeline) -> SequencedRanks:
         cluster = self._cluster
         return SequencedRanks(
             timeline,
             len(cluster.decode.instances),
-            hybrid=cluster.hybrid_of,
+            cost=iteration_costs(cluster),
             quantum_ns=cluster.quantum_ns,
             gap_ns=cluster.iteration_gap_ns,
             compute=Cores(timeline, cluster.decode).compute if cluster.shares_cores else None,
@@ -330,14 +347,13 @@ class DecodeGang:
             prefilled=self._piggyback_prefilled,
         )
 
-    def _batched(self, timeline: EventTimeline) -> SimulatedBatch:
+    def _batched(self, timeline: EventTimeline) -> SimulatedBatches:
         cluster = self._cluster
-        return SimulatedBatch(
+        return SimulatedBatches(
             timeline,
-            cluster.table.iteration(len(cluster.decode.instances), cluster.decode.tp),
+            cost=iteration_costs(cluster),
             gap_ns=cluster.iteration_gap_ns,
             finished=self._finished,
-            hybrid=lambda: cluster.hybrid,
             started=self._piggyback_started,
             prefilled=self._piggyback_prefilled,
         )
@@ -353,8 +369,8 @@ class DecodeGang:
         for sequence in self.sequences:
             member = sequence.member
             if not sequence.over and member is not None and not member.prefills:
-                tokens = self._batch.generated_by(member)
-                self._listener.decoded(sequence.request, self._ends(member, tokens))
+                tokens = self.batch.generated_by(member)
+                self._decoded(sequence, tokens)
                 generated_tokens.append((sequence.sequence, sequence.before + 1 + tokens))
         if generated_tokens:
             self._listener.post_event(Progress(generated_tokens=tuple(generated_tokens)))
@@ -374,9 +390,7 @@ class DecodeGang:
                 f"sequence {sequence_id} joins before all its KV was received"
             )
             sequence.member = _member(sequence)
-            if self._cluster.in_place:
-                sequence.member.ranks = sequence.instances
-            self._batch.join(sequence.member)
+            self.batch.join(sequence.member)
 
     def receive(self, message: JoinBatch | RetainKv | EvictKv | MoveSequence) -> None:
         """Do what the scheduler's message says."""
@@ -397,16 +411,16 @@ class DecodeGang:
         member = sequence.member = _member(sequence)
         member.prompt = sequence.prompt_tokens
         member.computed = member.first = sequence.cached
-        self._batch.piggyback(member, message.budget)
+        self.batch.piggyback(member, message.budget)
 
     def cancel(self, sequence_id: SequenceId) -> None:
         """Stop decoding a sequence and free its slots."""
-        self._batch.leave(sequence_id, partial(self.sequences.free, sequence_id))
+        self.batch.leave(sequence_id, partial(self.sequences.free, sequence_id))
 
     def _retain(self, message: RetainKv) -> None:
         """End a sequence and retain some of its KV."""
         self.sequences.end_sequence(message.sequence_id)
-        self._batch.leave(message.sequence_id, partial(self.sequences.retain, message))
+        self.batch.leave(message.sequence_id, partial(self.sequences.retain, message))
 
     # --- what happens in the batch -------------------------------------------------------------
 
@@ -415,7 +429,7 @@ class DecodeGang:
         if sequence is None:
             return
         if not sequence.over:
-            self._listener.decoded(sequence.request, self._ends(member, member.tokens))
+            self._decoded(sequence, member.tokens)
             self._listener.finished(member.sequence, sequence.request)
         if not sequence.retain:
             self.sequences.free(member.sequence)
@@ -433,8 +447,10 @@ class DecodeGang:
         if not (member.tokens or sequence.retain):
             self.sequences.free(member.sequence)
 
-    def _ends(self, member: SimulatedMember, tokens: int) -> IterationEnds:
-        return IterationEnds(*self._batch.ends_of(member, tokens))
+    def _decoded(self, sequence: SimulatedSequence, tokens: int) -> None:
+        assert sequence.member is not None, f"sequence {sequence.sequence} does not decode"
+        for ends in self.batch.ends_of(sequence.member, tokens):
+            self._listener.decoded(sequence.request, ends)
 
 
 def _member(sequence: SimulatedSequence) -> SimulatedMember:
@@ -443,4 +459,5 @@ def _member(sequence: SimulatedSequence) -> SimulatedMember:
         context=sequence.prompt_tokens + 1,
         tokens=sequence.tokens - 1,
         master=index_of(sequence.master),
+        ranks=sequence.instances,
     )

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.decode_batch import IterationEnds
 from csps.loadgen.simulator.gangs import SimulatedGangs
-from csps.loadgen.simulator.requests import Arrival, IterationEnds, RequestOutcome
+from csps.loadgen.simulator.requests import Arrival, RequestOutcome
 from csps.loadgen.simulator.timeline import EventTimeline
 from csps.protocols.gang.members import GangRole
 from csps.services.scheduling.events.commands import (
@@ -204,7 +205,7 @@ class Simulator:
             raise RuntimeError(f"{self._open} requests are waiting and no event is left")
         return SimulationResult(
             outcomes=tuple(self._outcomes),
-            decoded=sum(log.tokens() for log in self.gangs.logs),
+            decoded=self.gangs.decoded_tokens,
             end_ns=self._timeline.now_ns,
             rounds=self._rounds,
         )

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from csps.loadgen.simulator.exchanges import StepTimes
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Link
+from csps.protocols.attention.plan import RINGS, parse_option
 from csps.protocols.core.placement import KvSlice, Span, own
 from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
 from csps.protocols.gang.step_messages import PrefillStep
@@ -153,7 +155,7 @@ class PrefillGang:
     Args:
         order: the order of its steps.
         slots: slots of its instances.
-        work_ns: returns the time of a step.
+        times: prices steps.
         route: returns the link to a decode instance.
         kv_bytes_per_token: size in all layers.
         layers: layers; KV of all but the last one is sent while a step computes.
@@ -167,7 +169,7 @@ class PrefillGang:
         *,
         order: Order,
         slots: Slots,
-        work_ns: Callable[[PrefillStep], int],
+        times: StepTimes,
         route: Route,
         kv_bytes_per_token: int,
         layers: int,
@@ -176,7 +178,7 @@ class PrefillGang:
         listener: PrefillListener,
     ) -> None:
         self._order, self.slots = order, slots
-        self._work_ns, self._route = work_ns, route
+        self._times, self._route = times, route
         self._kv_bytes_per_token, self._layers = kv_bytes_per_token, layers
         self._in_place, self._listener = in_place, listener
         self._runs: dict[StepId, _StepRun] = {}
@@ -216,9 +218,12 @@ class PrefillGang:
             wanted={chunk.sequence_id for chunk in step.chunks},
         )
         self._runs[step.step_id] = run
+        time = self._times.of(step)
         run.task = SimulatedStep(
             members=tuple(map(index_of, step.group)),
-            work_ns=self._work_ns(step),
+            work_ns=time.work_ns,
+            beside=time.beside,
+            after=time.after,
             high_priority=step.high_priority,
             started=lambda: self._started(run),
             ended=lambda: self._ended(run),
@@ -238,9 +243,13 @@ class PrefillGang:
     def _started(self, run: _StepRun) -> None:
         self._listener.started(run.step)
         for flow in list(run.flows):
-            if self._layers > 1:
+            if self._layers > 1 and not self._circulates(run.step):
                 flow.due.append(self._size(flow) * (self._layers - 1) // self._layers)
             self._request_slot(run, flow)
+
+    def _circulates(self, step: PrefillStep) -> bool:
+        """Return whether KV passes its keepers anyway: round a ring, in all layers but the last."""
+        return self._in_place and parse_option(step.strategy).strategy in RINGS
 
     def _request_slot(self, run: _StepRun, flow: _Flow) -> None:
         """Let the flow begin when it has a transfer slot."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from csps.loadgen.results.record import RequestRecord, Status
-from csps.loadgen.simulator.decode_batch import IterationLog, SimulatedMember
+from csps.loadgen.simulator.decode_batch import IterationEnds, SimulatedMember
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
 from csps.protocols.core.placement import KvSlice, own, tokens_on
 from csps.protocols.gang.messages import EvictKv
@@ -44,15 +44,6 @@ class Arrival:
     def asked_tokens(self) -> int:
         """Return the tokens that the scheduler has to expect."""
         return self.output_tokens if self.max_tokens is None else self.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class IterationEnds:
-    """Times of tokens: the ends of iterations [start, stop) of a batch or of one member."""
-
-    log: IterationLog | SimulatedMember
-    start: int
-    stop: int
 
 
 @dataclass(slots=True)

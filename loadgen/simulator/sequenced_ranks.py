@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from csps.configurator.costs.latency import HybridCost
 from csps.loadgen.simulator.decode_batch import (
+    CostOf,
+    IterationEnds,
     IterationLog,
     Jump,
     SimulatedMember,
     cursors,
-    hybrid_iteration,
 )
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import EventTimeline
@@ -68,12 +68,12 @@ class _Grant:
 
 
 class SequencedRanks:
-    """Ranks that run steps like `StepOrder` and a decode batch like `SimulatedBatch`.
+    """Ranks that run steps like `StepOrder` and a decode batch like `SimulatedBatches`.
 
     Args:
         timeline: the simulated time.
         instances: number of instances.
-        hybrid: returns the cost of iterations on so many instances.
+        cost: returns the cost of iterations on some instances.
         quantum_ns: time that a step computes before a decode iteration may run.
         gap_ns: gap between two iterations.
         compute: runs work that shares cores; None: work takes as long as alone.
@@ -88,7 +88,7 @@ class SequencedRanks:
         timeline: EventTimeline,
         instances: int,
         *,
-        hybrid: Callable[[int], HybridCost],
+        cost: CostOf,
         quantum_ns: int = 0,
         gap_ns: int = 0,
         compute: Compute | None = None,
@@ -97,7 +97,7 @@ class SequencedRanks:
         prefilled: Callable[[SimulatedMember], None] = lambda _: None,
         sampled: Callable[[list[SimulatedMember]], None] = lambda _: None,
     ) -> None:
-        self._timeline, self._hybrid, self._gap_ns = timeline, hybrid, gap_ns
+        self._timeline, self._cost, self._gap_ns = timeline, cost, gap_ns
         self._compute = compute or self._alone
         self._finished, self._started = finished, started
         self._prefilled, self._sampled = prefilled, sampled
@@ -176,9 +176,14 @@ class SequencedRanks:
         """Return the tokens that a member has generated in decode iterations."""
         return len(member.ends)
 
-    def ends_of(self, member: SimulatedMember, tokens: int) -> tuple[SimulatedMember, int, int]:
-        """Return the member and the range of its first iterations in its own log."""
-        return member, 0, tokens
+    @property
+    def decoded_tokens(self) -> int:
+        """Return the tokens generated in all iterations, without first tokens of prompts."""
+        return self.log.tokens()
+
+    def ends_of(self, member: SimulatedMember, tokens: int) -> list[IterationEnds]:
+        """Return the times of a member's first tokens."""
+        return [IterationEnds(member, 0, tokens)]
 
     # --- the log ---
 
@@ -245,7 +250,7 @@ class SequencedRanks:
         task = self._tasks[run.step]
         if task.started_ns < 0:
             task.started_ns = self._timeline.now_ns
-            task.started()
+            task.begin()
         began_ns = self._timeline.now_ns
         until_ns = task.work_ns * run.until // self._yield_points(task)
         self._compute(
@@ -262,6 +267,21 @@ class SequencedRanks:
     ) -> None:
         task.slowdown_ns += took_ns - (until_ns - task.done_ns)
         task.done_ns = until_ns
+        computed_ns = self._timeline.now_ns
+
+        def settled() -> None:
+            waited_ns = self._timeline.now_ns - computed_ns
+            task.slowdown_ns += waited_ns
+            self._reported(work, run, task, took_ns + waited_ns)
+
+        if run.until == self._yield_points(task):
+            task.settle(settled)
+        else:
+            settled()
+
+    def _reported(
+        self, work: _QueuedEntry, run: RunQuantum, task: SimulatedStep, took_ns: int
+    ) -> None:
         self._executed(work)
         leader = min(work.ranks)
         self._sequencer.ran(leader, work.entry.seq, run.step, run.until, took_ns)
@@ -324,9 +344,9 @@ class SequencedRanks:
             if member.begins:
                 self._started(member)
         context = sum(member.context + len(member.ends) for member in decoding)
-        cost = self._hybrid(len(grant.work.ranks))
         now_ns = self._timeline.now_ns
-        jump = hybrid_iteration(now_ns, cost, chunks, len(decoding), context, self._gap_ns)
+        cost = self._cost(grant.work.ranks)
+        jump = cost.with_chunks(now_ns, chunks, decoding, context, self._gap_ns)
         self._compute(
             grant.work.ranks,
             jump.end_ns(1) - now_ns,

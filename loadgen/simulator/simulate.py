@@ -154,7 +154,10 @@ def scheduler_of(
         ConfigError: the policy or option is unknown, the policy cannot use such gangs, or
             piggybacked prefill lacks a prefix cache or measured latencies.
     """
-    made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options, reuse)
+    table = CostTable(
+        latencies=cluster.table, buckets={} if cluster.options is None else cluster.options
+    )
+    made = scheduler_with(Costs(table), policy, options, reuse)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
     piggyback_tokens = options.get("prefill_tokens_max")
     if piggyback_tokens and (reuse is None or not reuse.enabled):

@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from csps.loadgen.simulator.timeline import EventTimeline
+from csps.loadgen.simulator.timeline import EventTimeline, Link
+
+Sends = tuple[tuple[Link, int], ...]
+"""Transfers: links, and the bytes on each."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +34,10 @@ class SimulatedStep:
     """Sequences whose tokens it computes or whose KV it moves."""
     places: tuple[int, ...] = ()
     """Indices of the instances that decode the sequence after a move."""
+    beside: Sends = ()
+    """What its members exchange while they compute."""
+    after: Sends = ()
+    """What they exchange when they have computed. The step ends when all of it has arrived."""
     started_ns: int = -1
     done_ns: int = 0
     """Work done up to `resumed_ns`, or up to the pause."""
@@ -47,6 +54,35 @@ class SimulatedStep:
     awaited: int = 0
     """Preempted steps that have not paused yet."""
     over: bool = False
+    sending: int = 0
+    """Transfers under way."""
+    settled: Callable[[], None] | None = None
+    """Called when no transfer is under way."""
+
+    def begin(self) -> None:
+        """Begin what its members exchange while they compute."""
+        self.started()
+        self._send(self.beside)
+
+    def settle(self, settled: Callable[[], None]) -> None:
+        """Send what is left, now that all is computed; then call `settled`."""
+        after, self.after = self.after, ()
+        self._send(after)
+        if self.sending:
+            self.settled = settled
+        else:
+            settled()
+
+    def _send(self, sends: Sends) -> None:
+        self.sending += len(sends)
+        for link, size in sends:
+            link.send(size, self._arrived)
+
+    def _arrived(self) -> None:
+        self.sending -= 1
+        if not self.sending and self.settled is not None:
+            settled, self.settled = self.settled, None
+            settled()
 
 
 class StepOrder:
@@ -142,8 +178,21 @@ class StepOrder:
         version, end_ns = task.version, now_ns + task.work_ns - task.done_ns
         if task.started_ns < 0:
             task.started_ns = now_ns
-            task.started()
-        self._timeline.at(end_ns, lambda: self._end(task) if version == task.version else None)
+            task.begin()
+        self._timeline.at(end_ns, lambda: self._computed(task) if version == task.version else None)
+
+    def _computed(self, task: SimulatedStep) -> None:
+        """End a step, or wait for what its members exchange, as a step that can be preempted."""
+        computed_ns = self._timeline.now_ns
+
+        def settled() -> None:
+            if not task.over and task.resumed_ns >= 0:
+                task.slowdown_ns += self._timeline.now_ns - computed_ns
+                self._end(task)
+
+        task.settle(settled)
+        if task.sending and task.preemptors:
+            self._pause(task)
 
     def _request_pause(self, victim: SimulatedStep) -> bool:
         """Request a pause at the next yield point; return whether that is still to come."""
@@ -153,7 +202,8 @@ class StepOrder:
             return True  # an earlier preemptor has requested the pause
         done_ns = victim.done_ns + self._timeline.now_ns - victim.resumed_ns
         quantum_ns = self._quantum_ns
-        left_ns = -done_ns % quantum_ns if quantum_ns else 0
+        computing = done_ns < victim.work_ns or not victim.sending
+        left_ns = -done_ns % quantum_ns if quantum_ns and computing else 0
         if not left_ns:
             self._halt(victim)
             return False
@@ -167,7 +217,8 @@ class StepOrder:
         return True
 
     def _halt(self, victim: SimulatedStep) -> None:
-        victim.done_ns += self._timeline.now_ns - victim.resumed_ns
+        computed_ns = victim.done_ns + self._timeline.now_ns - victim.resumed_ns
+        victim.done_ns = min(victim.work_ns, computed_ns)
         victim.resumed_ns = -1
         victim.version += 1
 

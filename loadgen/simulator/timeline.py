@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from csps.loadgen.simulator.cluster import ClusterModel, GangModel
+from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
 from csps.services.scheduling.events.events import InstanceId, index_of
 
 Action = Callable[[], object]
@@ -67,12 +67,20 @@ class Link:
         timeline: the simulated time.
         bytes_per_s: bandwidth of the whole link.
         latency_ns: time from the last byte's departure to its arrival; it takes no bandwidth.
+        private: whether only two instances of one server use it.
     """
 
-    def __init__(self, timeline: EventTimeline, *, bytes_per_s: int, latency_ns: int = 0) -> None:
+    def __init__(
+        self,
+        timeline: EventTimeline,
+        *,
+        bytes_per_s: int,
+        latency_ns: int = 0,
+        private: bool = False,
+    ) -> None:
         assert bytes_per_s > 0, f"link bandwidth must be positive, got {bytes_per_s}"
         self._timeline = timeline
-        self._bytes_per_s, self._latency_ns = bytes_per_s, latency_ns
+        self.bytes_per_s, self.latency_ns, self.private = bytes_per_s, latency_ns, private
         self._served = 0
         self._served_at_ns = 0
         self._ending: list[tuple[int, int, Callable[[], None]]] = []
@@ -97,7 +105,7 @@ class Link:
         """Advance the service counter to the present."""
         now_ns = self._timeline.now_ns
         if self._ending:
-            self._served += self._bytes_per_s * (now_ns - self._served_at_ns) // self.transfers
+            self._served += self.bytes_per_s * (now_ns - self._served_at_ns) // self.transfers
         self._served_at_ns = now_ns
 
     def _schedule_end(self) -> None:
@@ -106,7 +114,7 @@ class Link:
         if not self._ending:
             return
         version, left = self._version, max(0, self._ending[0][0] - self._served)
-        wait_ns = -(-left * self.transfers // self._bytes_per_s)
+        wait_ns = -(-left * self.transfers // self.bytes_per_s)
         self._timeline.at(self._timeline.now_ns + wait_ns, lambda: self._end(version))
 
     def _end(self, version: int) -> None:
@@ -121,9 +129,9 @@ class Link:
             self._deliver(arrived)
 
     def _deliver(self, arrived: Callable[[], None]) -> None:
-        if not self._latency_ns:
+        if not self.latency_ns:
             return arrived()
-        return self._timeline.at(self._timeline.now_ns + self._latency_ns, lambda: arrived())
+        return self._timeline.at(self._timeline.now_ns + self.latency_ns, lambda: arrived())
 
 
 class SimulatedNetwork:
@@ -138,15 +146,16 @@ class SimulatedNetwork:
         """Return the link from a prefill to a decode instance. None: no transfer time."""
         key = (source, destination)
         if key not in self._routes:
-            self._routes[key] = self._find(source, destination)
+            sender = self._cluster.prefill.instances[index_of(source)]
+            receiver = self._cluster.decode.instances[index_of(destination)]
+            self._routes[key] = self.between(sender, receiver)
         return self._routes[key]
 
-    def _find(self, source: InstanceId, destination: InstanceId) -> Link | None:
+    def between(self, sender: InstanceModel, receiver: InstanceModel) -> Link | None:
+        """Return the link from one instance to another. None: no transfer time."""
         cluster = self._cluster
-        if source == destination:  # an elastic gang decodes where it prefills
+        if sender is receiver:  # an elastic gang decodes where it prefills
             return None
-        sender = cluster.prefill.instances[index_of(source)]
-        receiver = cluster.decode.instances[index_of(destination)]
         if sender.server == receiver.server:
             kind, model = "inside", cluster.inside
             ends = (
@@ -162,7 +171,10 @@ class SimulatedNetwork:
         key = (kind, *ends)
         if key not in self._links:
             self._links[key] = Link(
-                self._timeline, bytes_per_s=model.bytes_per_s, latency_ns=model.latency_ns
+                self._timeline,
+                bytes_per_s=model.bytes_per_s,
+                latency_ns=model.latency_ns,
+                private=kind == "inside" and not model.shared,
             )
         return self._links[key]
 

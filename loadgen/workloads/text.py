@@ -58,6 +58,22 @@ class Writer:
                 length = max(1, request.input_length - before)
                 yield self._of_its_own(request, length, f"{self.seed}/{number}")
 
+    def write_numbered(self, request: WorkloadRequest, number: int) -> WorkloadRequest:
+        """Return a request with a prompt that only this number has."""
+        return self._of_its_own(request, request.input_length, f"{self.seed}/probe/{number}")
+
+    def begin_alike(
+        self, requests: Iterable[WorkloadRequest], tokens: int
+    ) -> Iterator[WorkloadRequest]:
+        """Yield requests with the same text of so many tokens in front of first turns' prompts."""
+        shared = _filler(random.Random(f"shared/{self.seed}"), tokens, self.count)
+        begun: set[str] = set()
+        for request in requests:
+            first = request.conversation is None or request.conversation not in begun
+            begun.add(request.conversation or "")
+            prompt = shared + (request.prompt or "") if first else request.prompt
+            yield replace(request, prompt=prompt, input_length=request.input_length + tokens)
+
     def _of_its_own(self, request: WorkloadRequest, length: int, seed: str) -> WorkloadRequest:
         rng = random.Random(f"load/{seed}")
         room = length - _QUESTION_TOKENS - SHORTEST_SENTENCE

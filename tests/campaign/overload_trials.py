@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import random
 import tempfile
@@ -22,6 +24,8 @@ from campaign_states import documented
 from campaign_trial import SCALE, Outcome, Trial
 from deployed_server import MODEL, Deployed, deployed, name_of, slowdown
 
+from csps.services.http.body import MAX_BYTES
+from csps.services.http.parser_pool import MEMORY_BYTES
 from csps.services.launch.ray_head import session_of
 
 SLOTS = 40_000
@@ -39,11 +43,16 @@ ANSWER_TOKENS, SHORT_PROMPT, SHORT_EVERY_S = 8, 40, 0.5
 ANSWER_S = 120.0
 GOODPUT, REFUSAL_SHARE, TTFT_RATIO = 0.9, 0.05, 1.5
 GROWTH_BYTES = 512 << 20
+BODY_BYTES = MAX_BYTES + MEMORY_BYTES + (128 << 20)
+"""What bodies may take (docs/operations.md): those that are read, the parser of a huge one, and the
+rest for that one's copies."""
 SLOW_CLIENTS, ADDRESSES, SLOW_S = int(10_000 * SCALE), 100, 40.0
 LARGE_BYTES, LARGE_CLIENTS, LARGE_S = 30 << 20, 24, 30.0 * SCALE
 KEYS = "greedy sk-greedy\nmodest sk-modest\n"
-AUTH = {"overrides": {"greedy": {"concurrent_requests": 64}}}
+AUTH = {"overrides": {"greedy": {"concurrent_requests": 64}}, "diagnostics": ["modest"]}
 """The greedy key may not fill the queue, which all keys share."""
+STATES = ("queue_s", "plan_s", "rank_queue_s", "compute_s", "prefill_s", "ttft_s")
+"""Times in which the server explains where the modest key's time has gone."""
 
 
 @dataclass
@@ -60,6 +69,8 @@ class Load:
     in_window: int = 0
     """Tokens of requests that were answered while the load went on."""
     ends: float = float("inf")
+    timings: list[dict[str, float]] = field(default_factory=list)
+    """What the server explains, if the key may ask."""
 
     def note(self, prompt: int, ttft_s: float) -> None:
         """Count an answered request."""
@@ -78,7 +89,19 @@ class Load:
 
     def p95_s(self) -> float:
         """Return the time to first token that one request in twenty exceeds."""
-        return sorted(self.ttft_s)[int(0.95 * len(self.ttft_s))] if self.ttft_s else ANSWER_S
+        return p95(self.ttft_s) if self.ttft_s else ANSWER_S
+
+    def states(self, prefix: str) -> dict[str, float]:
+        """Return the time in each state that one request in twenty exceeds."""
+        return {
+            f"{prefix}_{state}": round(p95([timing[state] or 0.0 for timing in self.timings]), 3)
+            for state in STATES
+            if self.timings
+        }
+
+
+def p95(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.95 * len(values))]
 
 
 class Processes:
@@ -150,6 +173,7 @@ def body(prompt: Sequence[int]) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "csps": {"explain": True},
     }
 
 
@@ -164,6 +188,8 @@ async def ask(client: httpx.AsyncClient, prompt: Sequence[int], load: Load) -> N
             async for line in answer.aiter_lines():
                 if '"error"' in line:
                     return load.failed(line)
+                if '"timings"' in line:
+                    load.timings.append(json.loads(line[len("data: ") :])["csps"]["timings"])
                 if first is None and line.startswith("data: {"):
                     first = time.monotonic() - began
         return load.note(len(prompt), first or ANSWER_S)
@@ -319,16 +345,20 @@ def rate_run(bench: Bench, trial: Trial) -> Outcome:
 
 def slow_run(bench: Bench, trial: Trial) -> Outcome:
     """Hold ten thousand connections that send a byte now and then, from a hundred addresses."""
-    return _beside_clients(bench, trial, lambda server: _slow_clients(server))
+    return _beside_clients(bench, trial, _slow_clients, most=GROWTH_BYTES)
 
 
 def large_run(bench: Bench, trial: Trial) -> Outcome:
     """Send bodies nearly as large as the server reads, many at a time."""
-    return _beside_clients(bench, trial, lambda server: _large_bodies(server))
+    return _beside_clients(bench, trial, _large_bodies, most=BODY_BYTES)
 
 
 def _beside_clients(
-    bench: Bench, trial: Trial, work: Callable[[Deployed], Coroutine[Any, Any, Counter[str]]]
+    bench: Bench,
+    trial: Trial,
+    work: Callable[[Deployed], Coroutine[Any, Any, Counter[str]]],
+    *,
+    most: int,
 ) -> Outcome:
     outcome, prompts, seen = Outcome(tries=0), Prompts(trial.seed), Counter[str]()
     with own_server(bench) as server:
@@ -344,7 +374,7 @@ def _beside_clients(
     _shorts(outcome, shorts)
     outcome.measured |= {name.replace(" ", "_"): count for name, count in seen.items()}
     outcome.measured["short_p95_alone_s"] = round(alone.p95_s(), 3)
-    _judged(outcome, "grew_mib", processes.grown_bytes / 2**20, most=GROWTH_BYTES >> 20)
+    _judged(outcome, "grew_mib", processes.grown_bytes / 2**20, most=most >> 20)
     return outcome
 
 
@@ -388,7 +418,7 @@ async def _large_bodies(server: Deployed) -> Counter[str]:
     bodies = [
         b'{"model": "%s", "prompt": "%s"}' % (MODEL.encode(), b"word " * (LARGE_BYTES // 5)),
         b'{"model": "%s", "prompt": [%s1]}' % (MODEL.encode(), b"1," * (LARGE_BYTES // 2)),
-        b'{"model": "%s", "messages": [%s]}' % (MODEL.encode(), b"{}," * (LARGE_BYTES // 3)),
+        b'{"model": "%s", "messages": [%s{}]}' % (MODEL.encode(), b"{}," * (LARGE_BYTES // 3)),
     ]
 
     async def one(number: int, client: httpx.AsyncClient) -> None:
@@ -407,7 +437,9 @@ async def _large_bodies(server: Deployed) -> Counter[str]:
     return seen
 
 
-MODEST_EVERY_S, MODEST_PROMPT, MODEST_S = 2.0, 2_000, 60.0 * SCALE
+MODEST_EVERY_S, MODEST_PROMPT, MODEST_S = 1.0, 2_000, 60.0 * SCALE
+MODEST_SHARE = 0.25
+"""Most of all tokens that the modest key may get for the trial to say something: half its half."""
 
 
 def modest_run(bench: Bench, trial: Trial) -> Outcome:
@@ -422,8 +454,13 @@ def modest_run(bench: Bench, trial: Trial) -> Outcome:
         flood = Load()
 
         async def send(client: httpx.AsyncClient) -> None:
-            while True:
-                await ask(client, prompts.of(random.choice((2_000, 4_000))), flood)
+            prompt = prompts.of(4_000)
+            for number in itertools.count():
+                # Drawing a prompt anew would take this process's time from the modest key. Nothing
+                # is cached, because the first token's block is another one.
+                prompt[:2] = number % 256, number // 256
+                length = 2_000 * (1 + number % 2)
+                await ask(client, prompt[:length], flood)
                 await asyncio.sleep(0.01)
 
         async with (
@@ -432,6 +469,8 @@ def modest_run(bench: Bench, trial: Trial) -> Outcome:
         ):
             tasks = [asyncio.create_task(send(greedy)) for _ in range(64 * flooded)]
             await asyncio.sleep(5.0 * flooded)
+            flood.ends = time.monotonic() + MODEST_S
+            flood.in_window = 0
             try:
                 return await open_loop(own, modest, MODEST_EVERY_S, MODEST_S), flood
             finally:
@@ -448,9 +487,13 @@ def modest_run(bench: Bench, trial: Trial) -> Outcome:
     outcome.measured = {
         "alone_p95_s": round(alone.p95_s(), 3),
         "beside_p95_s": round(beside_it.p95_s(), 3),
+        **alone.states("alone"),
+        **beside_it.states("beside"),
         "greedy_answered": flood.answered,
         "modest_refused": beside_it.refused,
     }
+    served = max(1, beside_it.in_window + flood.in_window)
+    _judged(outcome, "modest_share", beside_it.in_window / served, most=MODEST_SHARE)
     ratio = beside_it.p95_s() / alone.p95_s()
     _judged(outcome, "ttft_ratio", ratio, most=TTFT_RATIO * slowdown())
     if beside_it.refused:

@@ -143,6 +143,8 @@ def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
     (documented_file,) = [word for word in words if word.endswith(".yml")]
     config = yaml.safe_load((ROOT / documented_file).read_text())
     config["global"]["scrape_interval"] = "1s"
+    for rules in config["rule_files"]:
+        shutil.copy((ROOT / documented_file).parent / rules, folder)
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.split("/")[2]]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"

@@ -146,6 +146,17 @@ async def version_of(address: tuple[str, int]) -> int:
     raise AssertionError("no rank speaks version 0")
 
 
+def broken_version(folder: Path, line: str) -> Path:
+    """Copy the package with a line where ranks start; return the folder to import from."""
+    copy = folder / "csps"
+    shutil.copytree(Path(csps.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    path, before = copy / "services/deployments/gang_rank.py", "        gang = _gang_context()\n"
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, f"        {line}\n{before}"))
+    return folder
+
+
 def next_version(folder: Path) -> Path:
     """Copy the package, with another schema and another log; return the folder to import from."""
     copy = folder / "csps"
@@ -214,6 +225,45 @@ async def test_a_rollout_that_cannot_start_leaves_the_former_one_serving(
         assert await asyncio.to_thread(server.registry.rank_addresses) == former
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("raise RuntimeError('no such instruction')", "deployment failed: .*no such instruction"),
+        ("await asyncio.Event().wait()", "deployment .*Gang 0/2.* within 60 s"),
+    ],
+    ids=["fails", "hangs"],
+)
+async def test_a_version_that_never_starts_is_reported_and_replaced_by_one_that_does(
+    model_dir: Path,
+    questions: list[Question],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    error: str,
+) -> None:
+    """The former one serves meanwhile, through both updates by `csps serve`."""
+    broken = {"env_vars": {"PYTHONPATH": str(broken_version(tmp_path / "broken", line))}}
+    with replaced(model_dir, tmp_path, free_port()) as server, commands_in(tmp_path):
+        former = await asyncio.to_thread(server.registry.rank_addresses)
+        async with load_on(server, questions) as load:
+            await until_answered(load, len(questions))
+            capsys.readouterr()
+            timeout = () if "failed" in error else ("--ready-timeout", "60")
+            assert await asyncio.to_thread(serve_again, server, *timeout, runtime_env=broken)
+            assert re.search(error, capsys.readouterr().err)
+            await until_answered(load, 2 * len(questions))
+            assert await asyncio.to_thread(server.registry.rank_addresses) == former
+            policy = {"policy": "fixed_sp", "sp": 2}
+            assert not await asyncio.to_thread(
+                serve_again, server, runtime_env={}, scheduling=policy
+            )
+            await until_answered(load, 2 * len(questions))
+        assert not load.wrong
+        ranks = await asyncio.to_thread(server.registry.rank_addresses)
+        assert not set(former) & set(ranks)
+    print(f"{load.answered} answers, the longest took {load.longest_s:.1f} s")
+
+
 async def test_csps_serve_on_a_changed_file_updates_without_an_error(
     model_dir: Path, questions: list[Question], tmp_path: Path
 ) -> None:
@@ -236,10 +286,15 @@ async def test_csps_serve_on_a_changed_file_updates_without_an_error(
     print(f"{load.answered} answers, the longest took {load.longest_s:.1f} s")
 
 
-def serve_again(server: Deployed, **args: Any) -> int:
-    """Run `csps serve` with other settings."""
+def serve_again(
+    server: Deployed, *more: str, runtime_env: dict[str, Any] | None = None, **args: Any
+) -> int:
+    """Run `csps serve` with more options, other settings and another environment."""
     path = server.run_dir / CONFIG
     data = yaml.safe_load(path.read_text())
     data["applications"][0]["args"] |= args
+    if runtime_env is not None:
+        data["applications"][0]["runtime_env"] = runtime_env
     path.write_text(yaml.safe_dump(data))
-    return main(["serve", "--no-demo", "--config", str(path), "--port", str(server.config.port)])
+    command = ["serve", "--no-demo", "--config", str(path), "--port", str(server.config.port)]
+    return main([*command, *more])

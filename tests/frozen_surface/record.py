@@ -1,5 +1,5 @@
 """Writes what users and stored files depend on, as it is now, into the files beside this one, and
-the settings into their JSON schema.
+the settings into their JSON schema and into that of the chart's values.
 
 `python tests/frozen_surface/record.py` rewrites the files; with `--print` it prints the same
 instead, for `test_frozen_surface.py`.
@@ -40,6 +40,10 @@ def main() -> None:
     from csps.services.settings.config_schema import write_schema
 
     write_schema()
+    sys.path.append(str(HERE.parent / "helm"))
+    import chart_schema
+
+    chart_schema.write()
 
 
 def _tried(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

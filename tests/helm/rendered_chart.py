@@ -19,6 +19,8 @@ EVERYTHING: Values = {
     "model": {"path": "/models/llama", "volume": {"create": {"enabled": True}}},
     "ingress": {"enabled": True, "host": "llm.example.org", "tlsSecret": "certificate"},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "networkPolicy": {"monitoring": [{"namespaceSelector": {}}]},
     "service": {"annotations": {"a": "b"}},
     "telemetry": {"otlpEndpoint": "http://collector:4318/v1/traces"},
     "image": {"pullSecrets": [{"name": "registry"}]},
@@ -30,6 +32,16 @@ EVERYTHING: Values = {
         "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
         "extraVolumes": [{"name": "times", "persistentVolumeClaim": {"claimName": "times"}}],
         "extraVolumeMounts": [{"name": "times", "mountPath": "/times"}],
+        "extraInitContainers": [
+            {
+                "name": "warm-up",
+                "image": "busybox:1",
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+            }
+        ],
     },
     "head": {"tolerations": [{"key": "head", "operator": "Exists"}]},
 }
@@ -48,6 +60,21 @@ ELASTIC: Values = {
     "scheduling": {"policy": "chunked_prefill"},
 }
 """One gang of 8 ranks in two pods."""
+
+
+DOWNLOADED: Values = {
+    "model": {
+        "path": "Qwen/Qwen3-8B",
+        "download": {"enabled": True, "tokenSecret": "hub", "endpoint": "http://hub.local"},
+        "volume": {"create": {"enabled": True}},
+    },
+}
+"""A model of the Hugging Face Hub on a claim of the chart's."""
+
+PRESETS: dict[str, Values] = {
+    path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "presets").glob("*"))
+}
+"""Files of values that ship with the chart."""
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,14 @@ def understood(command: Documented) -> argparse.Namespace:
 
 
 def values_of(options: argparse.Namespace) -> Values:
-    """Return the values of the files, which are blocks that start with their name, and of single
-    settings."""
+    """Return the values of the files, which lie in the chart or are blocks that start with their
+    name, and of single settings."""
     blocks = {lines[0].removeprefix("# "): lines for _, kind, lines in fenced() if kind == "yaml"}
     values: Values = {}
     for name in options.values:
-        values |= yaml.safe_load("\n".join(blocks[name]))
+        shipped = ROOT / name
+        text = shipped.read_text() if shipped.is_file() else "\n".join(blocks[name])
+        values |= yaml.safe_load(text)
     for setting in options.set:
         path, _, value = setting.partition("=")
         *outer, last = path.split(".")
@@ -58,7 +60,7 @@ def test_what_is_installed_has_all_that_other_commands_name(command: Documented)
     rendered, options = installed(command), understood(command)
     assert rendered.of_kind("Pod")["metadata"]["annotations"]["helm.sh/hook"] == "test"
     service = rendered.of_kind("RayService")["metadata"]["name"]
-    (wait,) = documented("kubectl")
+    (wait,) = [command for command in documented("kubectl") if "wait" in command.words]
     assert f"rayservice/{service}" in wait.words
     tests = [understood(other) for other in documented("helm")]
     for asked in (other for other in tests if other.action == "test"):

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 from helm_python import Chart, HelmRenderError, HelmValuesError, lint
-from rendered_chart import CHART, ELASTIC, EVERYTHING, GPUS, Rendered, Values, container, render
+from rendered_chart import (
+    CHART,
+    DOWNLOADED,
+    ELASTIC,
+    EVERYTHING,
+    GPUS,
+    PRESETS,
+    Rendered,
+    Values,
+    container,
+    environment,
+    render,
+)
 
 import csps
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = pytest.mark.parametrize(
     "values",
-    [{}, EVERYTHING, GPUS, ELASTIC],
-    ids=["defaults", "everything", "gpus", "elastic"],
+    [{}, EVERYTHING, GPUS, ELASTIC, DOWNLOADED, *PRESETS.values()],
+    ids=["defaults", "everything", "gpus", "elastic", "downloaded", *PRESETS],
 )
-CUSTOM_KINDS = {"RayService", "ServiceMonitor"}
-RAYSERVICE_FIELDS = {"upgradeStrategy", "serveService", "serveConfigV2", "rayClusterConfig"}
-"""Fields of KubeRay's v1 API that the chart uses, from its reference."""
-CLUSTER_FIELDS = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
-HEAD_FIELDS = {"rayStartParams", "template"}
-WORKER_FIELDS = HEAD_FIELDS | {"groupName", "replicas", "minReplicas", "maxReplicas"}
+CUSTOM_KINDS = {"RayService", "ServiceMonitor", "PrometheusRule"}
+CRD = Path(__file__).parent / "crds" / "ray.io_rayservices.yaml"
 MAX_NAME = 47
 """KubeRay appends a suffix to the name of a RayService."""
 
@@ -66,26 +78,74 @@ def test_validation_is_strict() -> None:
         validate({**pod, "spec": {"containers": [misspelled]}})
 
 
+@cache
+def rayservice_schema() -> jsonschema.Draft202012Validator:
+    """Return KubeRay's own schema of v1, in which an unknown field is an error: Kubernetes would
+    drop it in silence.
+    """
+    versions = yaml.load(CRD.read_text(), yaml.CSafeLoader)["spec"]["versions"]
+    (schema,) = [one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1"]
+    del schema["properties"]["metadata"]  # any object's, which the definition leaves out
+    schema["properties"]["metadata"] = {}
+    return jsonschema.Draft202012Validator(closed(schema))
+
+
+def closed(schema: Any) -> Any:
+    """Return the schema with no other properties than those that it names."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {name: closed(one) for name, one in schema.items()}
+    is_open = {"additionalProperties", "x-kubernetes-preserve-unknown-fields"} & set(schema)
+    if (
+        isinstance(schema.get("properties"), dict)
+        and schema.get("type") == "object"
+        and not is_open
+    ):
+        inner["additionalProperties"] = False
+    return inner
+
+
 @VARIANTS
-def test_rayservice_has_only_fields_of_kuberay(values: Values) -> None:
+def test_the_rayservice_fits_kuberays_definition(values: Values) -> None:
     rendered = render(values)
     service = rendered.of_kind("RayService")
     assert service["apiVersion"] == "ray.io/v1"
-    assert set(service["spec"]) == RAYSERVICE_FIELDS
-    assert set(rendered.cluster) == CLUSTER_FIELDS
-    assert set(rendered.cluster["headGroupSpec"]) == HEAD_FIELDS
-    for group in rendered.cluster["workerGroupSpecs"]:
-        assert set(group) == WORKER_FIELDS
+    rayservice_schema().validate(service)
     for group in rendered.groups.values():
         assert all(type(value) is str for value in group["rayStartParams"].values())
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("spec", {"serveConfigv2": ""}),
+        ("spec.rayClusterConfig", {"rayVersoin": "2"}),
+        ("spec.rayClusterConfig.headGroupSpec", {"rayStartParam": {}}),
+        ("spec.rayClusterConfig.headGroupSpec.template.spec", {"initContainer": []}),
+        ("spec.rayClusterConfig.authOptions", {"mode": "none"}),
+        ("spec.rayClusterConfig.workerGroupSpecs.0", {"replicas": "two"}),
+    ],
+)
+def test_what_kuberay_does_not_know_is_found(path: str, wrong: Values) -> None:
+    service = json.loads(json.dumps(render().of_kind("RayService")))
+    place = service
+    for key in path.split("."):
+        place = place[int(key) if key.isdecimal() else key]
+    place.update(wrong)
+    with pytest.raises(jsonschema.ValidationError):
+        rayservice_schema().validate(service)
+
+
 def test_optional_objects_are_off_by_default() -> None:
-    optional = {"Ingress", "ServiceMonitor", "Service", "PersistentVolumeClaim"}
-    assert render().kinds == {"RayService", "Secret", "PodDisruptionBudget", "Pod"}
-    assert render(EVERYTHING).kinds == render().kinds | optional
-    without = render({"podDisruptionBudget": {"enabled": False}})
-    assert "PodDisruptionBudget" not in without.kinds
+    optional = {"Ingress", "ServiceMonitor", "Service", "PersistentVolumeClaim", "PrometheusRule"}
+    always = {"RayService", "Secret", "PodDisruptionBudget", "NetworkPolicy", "Pod"}
+    assert render().kinds == always
+    assert render(EVERYTHING).kinds == always | optional
+    off = {"enabled": False}
+    without = render({"podDisruptionBudget": off, "networkPolicy": off})
+    assert without.kinds == always - {"PodDisruptionBudget", "NetworkPolicy"}
 
 
 def test_no_more_than_one_pod_may_be_disrupted_at_a_time() -> None:
@@ -147,9 +207,9 @@ def test_pods_run_without_privileges() -> None:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["automountServiceAccountToken"] is False
-        (only,) = spec["containers"]
-        assert only["securityContext"]["allowPrivilegeEscalation"] is False
-        assert only["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        for one in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert one["securityContext"]["allowPrivilegeEscalation"] is False
+            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_pods_outlive_the_drain() -> None:
@@ -158,8 +218,8 @@ def test_pods_outlive_the_drain() -> None:
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] > 120
 
 
-OPEN: Values = {"auth": {"requireApiKey": False}}
-"""Without the file of API keys, which is a volume of the head."""
+OPEN: Values = {"auth": {"requireApiKey": False}, "haproxy": {"enabled": False}}
+"""Without volumes of the chart's own: the file of API keys, and HAProxy's."""
 
 
 def claim(name: str) -> Values:
@@ -202,6 +262,89 @@ def test_volumes_of_the_values_are_in_every_pod(path: str | None) -> None:
         assert container(group)["volumeMounts"][-1] == mount
         assert len(container(group)["volumeMounts"]) == len(own) + 1
     assert "volumes" not in render(OPEN).groups["head"]["template"]["spec"]
+
+
+def init_containers(group: Any) -> dict[str, Any]:
+    """Containers that run before Ray's, by name."""
+    return {one["name"]: one for one in group["template"]["spec"].get("initContainers", [])}
+
+
+def test_a_model_of_the_hub_is_downloaded_before_ray_starts_in_any_pod() -> None:
+    rendered = render(DOWNLOADED)
+    for group in rendered.groups.values():
+        download = init_containers(group)["download-model"]
+        assert download["args"][1:] == ["Qwen/Qwen3-8B", ""]
+        (mount,) = download["volumeMounts"]
+        assert mount == {"name": "model", "mountPath": "/models"}, "it writes"
+        variables = {variable["name"]: variable for variable in download["env"]}
+        cache = variables["HF_HUB_CACHE"]["value"]
+        assert cache.startswith(mount["mountPath"] + "/")
+        token = variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"]
+        assert token == {"name": "hub", "key": "token"}
+        ray = environment(group)
+        assert ray["HF_HUB_CACHE"]["value"] == cache
+        assert ray["HF_HUB_OFFLINE"]["value"] == "1"
+        assert "HF_TOKEN" not in ray
+        (volume,) = [one for one in group["template"]["spec"]["volumes"] if one["name"] == "model"]
+        assert volume["persistentVolumeClaim"] == {"claimName": "demo-csps-model"}
+    assert rendered.application["args"]["model"] == "Qwen/Qwen3-8B"
+    assert '"model": "Qwen/Qwen3-8B"' in rendered.notes
+
+
+def test_a_pinned_commit_is_served_from_its_folder() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = {"path": "some-org/tiny", "download": {"enabled": True, "revision": commit}}
+    rendered = render({"model": model})
+    settings = rendered.application["args"]
+    assert settings["served_model_name"] == "some-org/tiny"
+    assert settings["model"] == f"/models/hub/models--some-org--tiny/snapshots/{commit}"
+    head = rendered.groups["head"]
+    assert init_containers(head)["download-model"]["args"][1:] == ["some-org/tiny", commit]
+    assert {"name": "model", "emptyDir": {}} in head["template"]["spec"]["volumes"]
+
+
+def test_only_an_id_of_the_hub_can_be_downloaded() -> None:
+    with pytest.raises(HelmRenderError, match="must be an id of the Hugging Face Hub"):
+        render({"model": {"path": "/models/llama", "download": {"enabled": True}}})
+
+
+def test_further_init_containers_run_in_every_pod_after_the_charts() -> None:
+    for group in render(EVERYTHING).groups.values():
+        assert list(init_containers(group)) == ["haproxy", "warm-up"]
+    taken = {"pods": {"extraInitContainers": [{"name": "haproxy"}]}}
+    with pytest.raises(HelmValuesError, match="extraInitContainers"):
+        render(taken)
+
+
+@VARIANTS
+def test_the_policy_lets_the_operator_deploy_and_nobody_else_in(values: Values) -> None:
+    """`tests/testbed/test_chart_pods.py` compares the ports with those that processes open."""
+    rendered = render(values)
+    policy = rendered.of_kind("NetworkPolicy")["spec"]
+    selected = policy["podSelector"]
+    for group in rendered.groups.values():
+        labels = group["template"]["metadata"]["labels"]
+        assert selected["matchLabels"].items() <= labels.items()
+        assert labels["app.kubernetes.io/component"] in selected["matchExpressions"][0]["values"]
+    inside, clients, operator, *monitoring = policy["ingress"]
+    assert inside == {"from": [{"podSelector": {"matchLabels": selected["matchLabels"]}}]}
+    assert [port["port"] for port in clients["ports"]] == [8000]
+    assert [port["port"] for port in operator["ports"]] == [8265, 8000]
+    assert all(rule["from"] for rule in (operator, *monitoring)), "an empty list is everybody"
+    assert len(monitoring) == ("monitoring" in values.get("networkPolicy", {}))
+
+
+def test_clients_of_the_policy_may_be_limited() -> None:
+    peers = [{"namespaceSelector": {"matchLabels": {"team": "llm"}}}]
+    policy = render({"networkPolicy": {"clients": peers}}).of_kind("NetworkPolicy")["spec"]
+    assert policy["ingress"][1]["from"] == peers
+
+
+def test_alerts_are_those_of_the_documentation() -> None:
+    documented = ROOT / "docs" / "monitoring" / "alerts.yaml"
+    rule = render(EVERYTHING).of_kind("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(documented.read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
 def test_each_section_chooses_the_nodes_of_its_pods() -> None:

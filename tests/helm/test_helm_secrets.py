@@ -67,9 +67,10 @@ def test_processes_get_what_they_need_and_no_more() -> None:
         reference = variables[SECRET_VARIABLE]["valueFrom"]["secretKeyRef"]
         assert reference == {"name": "demo-csps", "key": "cluster-secret"}
         assert KEYS_VARIABLE not in variables
-        volumes = group["template"]["spec"].get("volumes", [])
-        assert [volume["name"] for volume in volumes] == (["api-keys"] if name == "head" else [])
-        assert ("volumeMounts" in container(group)) == (name == "head")
+        keys = ["api-keys"] if name == "head" else []
+        volumes = group["template"]["spec"]["volumes"]
+        assert [volume["name"] for volume in volumes] == ["haproxy", *keys]
+        assert [mount["name"] for mount in container(group)["volumeMounts"]] == ["haproxy", *keys]
 
 
 def test_an_existing_secret_replaces_the_charts() -> None:
@@ -77,7 +78,7 @@ def test_an_existing_secret_replaces_the_charts() -> None:
     assert "Secret" not in rendered.kinds
     head = rendered.groups["head"]
     assert environment(head)[SECRET_VARIABLE]["valueFrom"]["secretKeyRef"]["name"] == "mine"
-    (volume,) = head["template"]["spec"]["volumes"]
+    (volume,) = [one for one in head["template"]["spec"]["volumes"] if "secret" in one]
     assert volume["secret"]["secretName"] == "mine"
     assert "get secret mine" in rendered.notes
 
@@ -125,7 +126,8 @@ def test_an_existing_secret_without_keys_is_refused(tmp_path: Path, stored: str)
 def test_open_server_on_request() -> None:
     rendered = render({"auth": {"requireApiKey": False}})
     assert set(secrets_of(rendered)) == {"cluster-secret"}
-    assert "volumes" not in rendered.groups["head"]["template"]["spec"]
+    volumes = rendered.groups["head"]["template"]["spec"]["volumes"]
+    assert "api-keys" not in [volume["name"] for volume in volumes]
     assert "api_keys_file" not in rendered.application["args"]
 
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import ELASTIC, EVERYTHING, GPUS, Values, environment, render
+from helm_python import HelmValuesError
+from rendered_chart import (
+    ELASTIC,
+    EVERYTHING,
+    GPUS,
+    PRESETS,
+    Values,
+    container,
+    environment,
+    render,
+)
 
 from csps.protocols.core.errors import ConfigError
 from csps.services.app import ONE_LOOP
 from csps.services.http.header_deadline import HOOK
 from csps.services.launch.deploy_config import IMPORT_PATH, read_config
 from csps.services.launch.ray_head import FORCE_STOP
-from csps.services.launch.reverse_proxy import HEALTH_CHECK_PERIOD_S
+from csps.services.launch.reverse_proxy import HEALTH_CHECK_PERIOD_S, reverse_proxy_environment
+from csps.services.settings.hub import is_hub_id
 from csps.services.settings.settings import Settings
 
 
@@ -63,7 +77,7 @@ def test_the_router_has_one_event_loop() -> None:
 def test_replicas_cannot_be_asked_for() -> None:
     for deployment in render(EVERYTHING).application["deployments"]:
         assert not {"num_replicas", "autoscaling_config"} & set(deployment)
-    with pytest.raises(ConfigError, match="num_replicas"):
+    with pytest.raises(HelmValuesError, match="num_replicas"):
         settings({"extraSettings": {"num_replicas": 2}})
 
 
@@ -120,6 +134,55 @@ def test_further_settings_pass_but_cannot_contradict_the_pods() -> None:
     assert got.prefill.instances == 2
 
 
-def test_misspelled_further_settings_are_found_by_the_application() -> None:
-    with pytest.raises(ConfigError, match="'default_max_tokens'"):
-        settings({"extraSettings": {"default_max_token": 7}})
+def test_misspelled_options_of_a_policy_are_found_by_the_application() -> None:
+    """All others are refused when the chart is rendered: `test_helm_values.py`."""
+    with pytest.raises(ConfigError, match="overtaking_s"):
+        settings({"scheduling": {"policy": "csps", "overtaking": 7}})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_what_its_name_says(preset: str) -> None:
+    values = PRESETS[preset]
+    got = settings(values)
+    assert got.dtype == "bfloat16"
+    assert is_hub_id(got.model)
+    on_gpus = got.prefill.num_gpus + got.decode.num_gpus > 0
+    assert on_gpus == ("gpus" in preset)
+    if on_gpus:
+        assert sum(gang.ranks * gang.num_gpus for gang in got.gangs.values()) == 8
+        assert got.prefill.kv_slots == got.decode.kv_slots == "auto"
+
+
+def test_haproxy_runs_as_under_make_serve(tmp_path: Path) -> None:
+    """With the same variables; its program lies where an init container writes it."""
+    reference = reverse_proxy_environment(
+        tmp_path, tmp_path, ports=[8404, 9101, 8500], host="127.0.0.1"
+    )
+    expected = {
+        name: value.replace(str(tmp_path), "/run/csps") for name, value in reference.items()
+    }
+    for group in render().groups.values():
+        variables = {name: variable.get("value") for name, variable in environment(group).items()}
+        assert {name: variables.get(name) for name in expected} == expected
+        (writes,) = group["template"]["spec"]["initContainers"]
+        (mount,) = writes["volumeMounts"]
+        assert mount in container(group)["volumeMounts"]
+        assert mount["mountPath"] == str(Path(expected["RAY_SERVE_HAPROXY_BINARY_PATH"]).parent)
+        assert writes["command"][-1] == mount["mountPath"]
+    without = render({"haproxy": {"enabled": False}}).groups["head"]
+    assert "RAY_SERVE_ENABLE_HA_PROXY" not in environment(without)
+    assert "initContainers" not in without["template"]["spec"]
+
+
+def test_the_init_container_writes_a_program_that_runs(tmp_path: Path) -> None:
+    """It knows no rule for single addresses, and so answers a scraper's."""
+    (writes,) = render().groups["head"]["template"]["spec"]["initContainers"]
+    words = [sys.executable, *writes["command"][1:-1], str(tmp_path)]
+    subprocess.run(words, check=True, timeout=60)
+    program = tmp_path / "haproxy"
+    assert os.access(program, os.X_OK)
+    text = program.read_text()
+    assert "timeout http-request" in text
+    assert "router-lost.http" in text
+    assert "/metrics" not in text
+    assert "sc0_conn_cur" not in text

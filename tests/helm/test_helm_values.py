@@ -9,20 +9,30 @@ from typing import Any
 
 import pytest
 import yaml
+from chart_schema import definitions
 from helm_python import Chart, HelmValuesError
 from rendered_chart import CHART, EVERYTHING, GPUS, Values
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 AS_IN_KUBERNETES = {
     "affinity",
+    "clients",
+    "extraInitContainers",
     "extraVolumeMounts",
     "extraVolumes",
+    "monitoring",
+    "operator",
     "podSecurityContext",
     "securityContext",
     "valueFrom",
 }
-FREE = AS_IN_KUBERNETES | {"extraSettings", "global", "scheduling", "tolerations"}
+FREE = AS_IN_KUBERNETES | {"global", "scheduling", "tolerations"}
 """Objects whose keys are checked by Kubernetes, or by the application."""
+
+
+def test_settings_are_those_of_the_application() -> None:
+    """`tests/frozen_surface/record.py` writes them."""
+    assert SCHEMA["definitions"] == definitions()
 
 
 def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -89,6 +99,15 @@ def test_schema_and_defaults_name_the_same_values() -> None:
         ({"pods": {"extraVolumes": [{"name": "model"}]}}, "extraVolumes"),
         ({"auth": {"apiKeys": ["short"]}}, "apiKeys"),
         ({"auth": {"apiKeys": ["two,keys-in-one-string"]}}, "apiKeys"),
+        ({"extraSettings": {"default_max_token": 7}}, "default_max_token"),
+        ({"extraSettings": {"decode": {"prefill_token_max": 7}}}, "prefill_token_max"),
+        ({"extraSettings": {"auth": {"limits": {"kv_shares": 1}}}}, "kv_shares"),
+        ({"extraSettings": {"kv_transfer": {"checksum": 2}}}, "checksum"),
+        ({"extraSettings": {"num_replicas": 2}}, "num_replicas"),
+        ({"prefill": {"kvSlots": "all"}}, "kvSlots"),
+        ({"telemetry": {"metricsPrefix": "vllm:"}}, "metricsPrefix"),
+        ({"model": {"download": {"revision": "main"}}}, "revision"),
+        ({"model": {"download": {"token": "hf_x"}}}, "token"),
         ({"ray": {"version": "latest"}}, "version"),
         ({"service": {"type": "Loadbalancer"}}, "type"),
         ({"ingress": {"enabled": True}}, "host"),
@@ -100,6 +119,14 @@ def test_wrong_values_are_named(values: Values, complaint: str) -> None:
         check(values)
 
 
+def test_every_setting_of_the_documentation_may_be_extra() -> None:
+    """Sections of the settings are checked at render time; what a policy takes is the policy's."""
+    extra = {"kv_reuse": {"max_share": 0.3}, "auth": {"overrides": {"alice": {"kv_share": 0.5}}}}
+    check({"extraSettings": {**extra, "scheduling": {"overtaking_s": 5}, "slo": {"ttft_ms": 500}}})
+
+
 def test_chart_can_be_packaged(tmp_path: Path) -> None:
     archive = Chart.load(CHART).save(tmp_path)
-    assert {"README.md"} <= {file["name"] for file in Chart.load(archive).files}
+    assert {"README.md", "presets/cpu.yaml", "files/alerts.yaml"} <= {
+        file["name"] for file in Chart.load(archive).files
+    }

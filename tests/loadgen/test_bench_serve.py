@@ -107,6 +107,33 @@ def test_the_official_client_reads_the_same(planted: str, tmp_path: Path, backen
     assert result["output_lens"] == [5, 5]
 
 
+def test_probes_are_sent_beside_the_load_and_counted_apart(
+    planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One user occupies the only slot; probes do not wait for it."""
+    words = ["--num-prompts", "4", "--output-len", "40", "--max-concurrency", "1"]
+    result, stamps = bench(planted, tmp_path, *words, "--probe-request-rate", "20")
+    jsonschema.validate(result, SCHEMA)
+    probes = [stamp for stamp in stamps if stamp["id"].startswith("probe-")]
+    assert result["completed"] == result["num_prompts"] == 4
+    assert len(stamps) == 4 + len(probes)
+    assert 1 <= result["probe_completed"] <= len(probes)
+    assert len(probes) - result["probe_completed"] <= 20, "those under way at the end"
+    assert result["probe_failed"] == 0
+    assert all(len(stamp["written"]) == 1 for stamp in probes if stamp["written"])
+    # In an open loop at 20/s, so about as many as the run has twentieths of a second.
+    assert len(probes) <= 20 * result["duration"] + 2
+    assert TTFT_MS / 2 < result["probe_median_e2el_ms"] <= result["probe_p99_e2el_ms"]
+    assert result["probe_p99_e2el_ms"] <= result["probe_max_e2el_ms"]
+    assert "Probes beside the load" in capsys.readouterr().out
+
+
+def test_without_probes_there_are_no_figures_of_them(planted: str, tmp_path: Path) -> None:
+    result, stamps = bench(planted, tmp_path, "--num-prompts", "2", "--output-len", "2")
+    assert len(stamps) == 2
+    assert not [name for name in result if name.startswith("probe_")]
+
+
 def test_a_closed_loop_and_a_trace(planted: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     words = ["--dataset-name", "mixed", "--max-input-len", "512", "--output-len", "4"]

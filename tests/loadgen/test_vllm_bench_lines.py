@@ -14,6 +14,7 @@ from csps.loadgen.bench import options
 from csps.loadgen.bench.requests import load_requests
 from csps.loadgen.bench.serve import parse
 from csps.loadgen.workloads.traces import read_sharegpt
+from csps.models.needle_prompts.words import count_words
 from csps.protocols.core.errors import ConfigError
 
 LINES: list[tuple[str, dict[str, Any]]] = [
@@ -47,6 +48,11 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         --max-concurrency 128 --num-prompts 640 --ignore-eos --percentile-metrics ttft,tpot,itl,e2el
         --request-rate inf --seed 1 --random-prefix-len 0""",
         {"random_range_ratio": 0.2, "percentile_metrics": ("ttft", "tpot", "itl", "e2el")},
+    ),
+    (
+        """--backend vllm --model Qwen/Qwen3-8B --dataset-name random --random-input-len 512
+        --random-output-len 64 --random-prefix-len 256 --request-rate 4 --probe-request-rate 2""",
+        {"random_prefix_len": 256, "probe_request_rate": 2.0},
     ),
     (
         """--model Qwen/Qwen3-8B --served-model-name qwen --num-prompts -1
@@ -140,7 +146,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--random-prefix-len 100", "prompts that begin alike come from a file with hash_ids"),
+        ("--random-prefix-len -1", "expected a number from 0 on"),
+        ("--probe-request-rate inf", "expected a finite number, 0 or more"),
         ("--random-range-ratio 1", "expected a share from 0 to less than 1"),
         ("--num-prompts 0", "expected a number from 1 on, or -1 for all"),
     ],
@@ -151,3 +158,35 @@ def test_what_has_no_meaning_is_refused(
     with pytest.raises(SystemExit):
         parsed(words)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_random_prompts_begin_with_the_same_tokens_before_their_own(turns: int) -> None:
+    words = f"--random-input-len 60 --num-prompts 20 --turns {turns}"
+    with_prefix, without = (
+        load_requests(parsed(f"{words} --random-prefix-len {tokens}"), chat=False, positions=None)
+        for tokens in (40, 0)
+    )
+    assert with_prefix.facts["random_prefix_len"] == 40
+    prefixes = set()
+    for one, other in zip(with_prefix.requests, without.requests, strict=True):
+        assert one.input_length == other.input_length + 40
+        assert one.prompt is not None
+        assert other.prompt is not None
+        assert one.prompt.endswith(other.prompt)
+        prefixes.add(one.prompt.removesuffix(other.prompt))
+    (shared,) = prefixes - {""}
+    assert count_words(shared) == 40
+    assert ("" in prefixes) == (turns > 1), "later turns follow their first"
+
+
+def test_prompts_with_a_prefix_fit_into_the_models_positions() -> None:
+    words = "--random-input-len 900 --random-output-len 50 --random-prefix-len 200 --num-prompts 3"
+    asked = load_requests(parsed(words), chat=False, positions=1024)
+    assert all(one.input_length + one.output_length <= 1024 for one in asked.requests)
+
+
+def test_a_trace_cannot_hold_a_prefix(tmp_path: Path) -> None:
+    words = f"--random-prefix-len 8 --num-prompts 1 --save-trace {tmp_path / 'trace.jsonl'}"
+    with pytest.raises(ConfigError, match="--random-prefix-len"):
+        load_requests(parsed(words), chat=False, positions=None)

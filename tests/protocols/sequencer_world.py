@@ -133,6 +133,8 @@ class Ranks:
         self.iterations: dict[int, list[tuple[int, int]]] = {}
         """(entry, end) of each iteration at its leader, by batch."""
         self._meeting: dict[tuple[str, int, int], dict[int, Callable[[], None]]] = {}
+        self._moved: dict[int, tuple[int, int]] = {}
+        """(iterations, batch) of a sequence when its move ended, by step."""
         self._counted: dict[tuple[int, int], dict[int, int]] = {}
         """(entry, iteration) -> earlier iterations of each piggybacked sequence, as the first of
         its ranks knows them."""
@@ -231,10 +233,27 @@ class Ranks:
             rank.finished.append(task.id)
             assert rank.stack.pop() is frame
             self._unwind(rank)
+            if task.places:
+                self._record_progress(task)
         if r == task.leader:
             took = (self._clock.now - since) * NS
             self.send(r, RanQuantum(r, entry.seq, task.id, frame.yield_point, took))
         self._free(r)
+
+    def _record_progress(self, move: StepSpec) -> None:
+        """Record the iterations of a sequence when the first member has moved it.
+
+        Later ones are those of its new ranks; ranks beside the move may know of them already.
+        """
+        (sequence,) = move.sequences
+        known = [
+            (sequences[sequence], batch)
+            for r in move.ranks
+            for batch, sequences in self.each[r].sequences.items()
+            if sequence in sequences
+        ]
+        if known:
+            self._moved.setdefault(move.id, max(known))
 
     def _abort(self, rank: Rank, step: int) -> None:
         assert step not in rank.finished + rank.aborted
@@ -267,7 +286,8 @@ class Ranks:
         return self.each[r].placed.get(sequence, before)
 
     def _place(self, r: int, place: PlaceSequence) -> None:
-        """Continue a sequence whose KV the members have moved; all its ranks learn its progress."""
+        """Continue a sequence whose KV the members have moved; they know its progress from the
+        move, the others from the log."""
         rank = self.each[r]
         (moved,) = (
             step
@@ -276,12 +296,10 @@ class Ranks:
         )
         assert r not in self._steps[moved].task.ranks or moved in rank.finished
         rank.placed[place.sequence] = place.ranks
-        batch = next(
-            batch for batch, sequences in rank.sequences.items() if place.sequence in sequences
-        )
-        rank.sequences[batch][place.sequence] = max(
-            other.sequences.get(batch, {}).get(place.sequence, 0) for other in self.each
-        )
+        if moved in self._moved:
+            iterations, batch = self._moved[moved]
+            if r in self._steps[moved].task.ranks:
+                rank.sequences[batch][place.sequence] = iterations
 
     def _members(self, op: Iterate) -> tuple[int, ...]:
         return op.group or self._batches[op.batch].ranks

@@ -1,4 +1,4 @@
-"""The dashboard asks for metrics that exist, and so does the page."""
+"""The dashboard and the alerts ask for metrics that exist, and the page names all of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from csps.services.scheduling.core.scheduler import SchedulerCounts
-from csps.services.telemetry.metrics import Metrics
+from csps.services.telemetry.metrics import OF_VLLM, Metrics
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DASHBOARD = DOCS / "monitoring" / "grafana-dashboard.json"
+ALERTS = yaml.safe_load((DOCS / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
 SUFFIXES = ("_bucket", "_sum", "_count")
 
 
@@ -43,13 +44,26 @@ def test_every_metric_of_the_dashboard_exists(types: dict[str, str]) -> None:
     assert asked <= plain | {name + suffix for name in histograms for suffix in SUFFIXES}
 
 
-def test_every_metric_of_the_page_exists_once(types: dict[str, str]) -> None:
-    rows = [line for line in (DOCS / "metrics.md").read_text().splitlines() if line[:3] == "| `"]
+def test_every_metric_of_the_alerts_exists_under_either_prefix(types: dict[str, str]) -> None:
+    asked = {name for alert in ALERTS for name in re.findall(r"csps:(\w+)", alert["expr"])}
+    plain = {name.removesuffix("_sum").removesuffix("_count") for name in asked}
+    assert plain <= set(types)
+    assert not {name.removesuffix("_total") for name in plain} & OF_VLLM
+
+
+def test_the_page_says_what_to_do_about_every_alert() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    named = re.findall(r"^\| `(Csps\w+)` \|", page, re.MULTILINE)
+    assert named == [alert["alert"] for alert in ALERTS]
+
+
+def test_the_page_names_every_metric_once(types: dict[str, str]) -> None:
+    page, _, _ = (DOCS / "metrics.md").read_text().partition("## Alerts")
+    rows = [line for line in page.splitlines() if line[:3] == "| `"]
     named = [
         name for row in rows for name in re.findall(r"`(\w+)(?:\{[^}]*\})?`", row.split(" | ")[0])
     ]
-    assert set(named) <= set(types)
-    assert len(named) == len(set(named))
+    assert sorted(named) == sorted(types)
 
 
 def test_places_of_panels_do_not_overlap() -> None:
@@ -65,6 +79,8 @@ def test_places_of_panels_do_not_overlap() -> None:
 
 def test_the_scrape_configuration_asks_the_port_of_the_server() -> None:
     config = yaml.safe_load((DOCS / "monitoring" / "prometheus.yml").read_text())
+    (rules,) = config["rule_files"]
+    assert (DOCS / "monitoring" / rules).is_file()
     (job,) = config["scrape_configs"]
     assert (job["metrics_path"], job["static_configs"]) == (
         "/metrics",

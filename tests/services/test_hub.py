@@ -17,6 +17,10 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helm"))
+
+from rendered_chart import environment, render
+
 from csps.protocols.core.errors import ConfigError
 from csps.services.settings.hub import cached_model, is_hub_id
 from csps.services.settings.settings import Settings
@@ -47,7 +51,7 @@ class _Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, _ = self.path.partition("?")
         self.server.asked.append(path)
-        if path == f"/api/models/{MODEL}/revision/main":
+        if path in (f"/api/models/{MODEL}/revision/{name}" for name in ("main", COMMIT)):
             self._send(json.dumps({"id": MODEL, "modelId": MODEL, "sha": COMMIT}).encode())
         elif path == f"/api/models/{MODEL}/tree/{COMMIT}":
             listed = [
@@ -136,6 +140,43 @@ def test_a_model_is_downloaded_once_and_served_from_the_cache(
 
     next(folder.glob("*.safetensors")).unlink()
     assert cached_model(MODEL) is None, "an interrupted download is none"
+
+
+@pytest.mark.parametrize("revision", ["", COMMIT])
+def test_the_charts_init_container_downloads_to_where_its_pods_look(
+    hub: _Hub, tmp_path: Path, revision: str
+) -> None:
+    download = {"enabled": True, "revision": revision}
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    volume = {"mountPath": str(tmp_path)}
+    model = {"path": MODEL, "volume": volume, "download": {**download, "endpoint": endpoint}}
+    rendered = render({"model": model, "haproxy": {"enabled": False}})
+    head = rendered.groups["head"]
+    (init,) = head["template"]["spec"]["initContainers"]
+    given = {variable["name"]: variable["value"] for variable in init["env"]}
+    subprocess.run(
+        [sys.executable, *init["command"][1:], *init["args"]],
+        env={**os.environ, **given},
+        timeout=100,
+        check=True,
+    )
+    look = "import sys; from csps.services.settings.settings import Settings as S\n"
+    look += "found = S.model_validate({'model': sys.argv[1], 'served_model_name': sys.argv[2]})\n"
+    look += "print(found.model_dir, found.model_name)"
+    settings = rendered.application["args"]
+    pod = {name: one["value"] for name, one in environment(head).items() if name[:3] == "HF_"}
+    done = subprocess.run(
+        [sys.executable, "-c", look, settings["model"], settings["served_model_name"]],
+        env={**os.environ, **pod},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    folder, name = done.stdout.split()
+    assert name == MODEL
+    assert Path(folder).parts[-2:] == ("snapshots", COMMIT)
+    assert (Path(folder) / "config.json").is_file()
 
 
 def test_what_cannot_be_downloaded_is_one_line_with_what_to_do(hub: _Hub, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def test_after_a_failure_nothing_more_is_tried(settings: Settings) -> None
 async def test_a_command_that_fails_says_why() -> None:
     error = await idle_profile._run(("guess",))
     assert error is not None
-    assert "there is no 'guess'" in error
+    assert "unknown command 'guess'" in error
 
 
 def test_until_then_only_exact_attention_has_an_answer(settings: Settings) -> None:

@@ -22,7 +22,6 @@ from csps.configurator.costs.latency import (
     parse_table,
 )
 from csps.configurator.costs.latency_tables import (
-    LOONGSERVE_LWM_7B_A800,
     PUBLISHED,
     TETRIS_LLAMA3_8B_A100,
 )
@@ -196,11 +195,6 @@ def test_table_1_without_a_size_is_interpolated_from_its_neighbours(sp: int) -> 
     assert predicted[0] == pytest.approx(predicted[1], rel=0.15)
 
 
-def test_gamma_times_sp_is_constant_in_loongserve_s_measurements() -> None:
-    one, four = (LOONGSERVE_LWM_7B_A800.step(sp, tp=2) for sp in (1, 4))
-    assert one.d == pytest.approx(4 * four.d, rel=0.01)
-
-
 def test_decode_groups_are_interpolated_alike() -> None:
     lines = [LinearDecodeCost.of_seconds(1e-3, b, 1e-5) for b in (4e-9, 1e-9)]
     decode = tuple(
@@ -273,28 +267,9 @@ def test_tetris_table_1_within_seven_percent(sp: int) -> None:
         assert predicted == pytest.approx(seconds, rel=0.07)
 
 
-def test_tetris_section_2_4_by_look_up() -> None:
-    """16 instances, each with a second of queue: a request of 32k, then one of 16k."""
-    first, last = 1 + TETRIS_TABLE_1[16][32], min(TETRIS_TABLE_1[sp][16] for sp in (1, 2, 4, 8, 16))
-    assert (first, first + last) == pytest.approx((1.53, 1.84))
-    assert (1 + TETRIS_TABLE_1[8][32], 1 + TETRIS_TABLE_1[8][16]) == pytest.approx((1.58, 1.31))
-    # §2.5: 128k after a 16k request on eight of the instances.
-    waiting = TETRIS_TABLE_1[8][16] + TETRIS_TABLE_1[16][128]
-    assert TETRIS_TABLE_1[8][128] - waiting == pytest.approx(1.34)
-
-
 def test_tetris_section_2_4_by_the_fit() -> None:
     step = TETRIS_LLAMA3_8B_A100.step
     first = 1 + step(16).predict_ns(32_768) / 1e9
     last = min(step(sp).predict_ns(16_384) for sp in (1, 2, 4, 8, 16)) / 1e9
     assert first == pytest.approx(1.53, rel=0.03)
     assert first + last == pytest.approx(1.84, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("sp", "tp", "tokens", "seconds"),
-    [(1, 8, 100_000, 3.450), (2, 4, 100_000, 3.041), (4, 2, 100_000, 3.008), (1, 2, 1_000, 0.048)],
-)
-def test_loongserve_s_fits_by_hand(sp: int, tp: int, tokens: int, seconds: float) -> None:
-    predicted = LOONGSERVE_LWM_7B_A800.step(sp, tp).predict_ns(tokens) / 1e9
-    assert predicted == pytest.approx(seconds, abs=5e-4)

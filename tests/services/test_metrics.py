@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from csps.protocols.attention.plan import AttentionPlan, Objective
@@ -22,9 +25,11 @@ from csps.protocols.gang.messages import PrefillDone, RankKvReceived, Sampling
 from csps.services.requests.request_handle import ElasticEvent, RequestHandle
 from csps.services.requests.request_spec import RequestSpec, SloBounds
 from csps.services.scheduling.core.scheduler import SchedulerCounts
-from csps.services.telemetry.metrics import Metrics
+from csps.services.settings.settings import MetricsPrefix
+from csps.services.telemetry.metrics import OF_VLLM, Metrics
 from csps.services.telemetry.observer import StepFigures
 
+ROOT = Path(__file__).resolve().parents[2]
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -254,3 +259,74 @@ def test_buckets_of_seconds_reach_to_half_an_hour() -> None:
             last[name] = max(bound, last.get(name, 0.0))
     assert len(last) >= 8
     assert set(last.values()) == {1800.0}
+
+
+VLLM_SERIES = {
+    "gauge": ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    "counter": (
+        "prompt_tokens",
+        "generation_tokens",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+        "request_success",
+    ),
+    "histogram": (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_inference_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_params_max_tokens",
+    ),
+}
+"""Names and kinds as https://docs.vllm.ai/en/v0.32.0/usage/metrics/ lists them, of those that a
+server without blocks, LoRA, images and speculative decoding can have."""
+VLLM_LABELS = {"model_name": "m", "engine": "0"}
+
+
+def served(prefix: MetricsPrefix) -> list[Metric]:
+    """Return the families of a router that has answered one request."""
+    metrics, request = Metrics("m", prefix), handle()
+    metrics.watch(FakeLoad())
+    metrics.submitted(request)
+    metrics.started(request)
+    metrics.first_token(request)
+    metrics.finished(request, "cancelled")
+    return list(text_string_to_metric_families(metrics.render().decode()))
+
+
+def test_with_vllms_prefix_names_kinds_and_labels_are_vllms() -> None:
+    families = {family.name: family for family in served("vllm")}
+    kinds = {f"vllm:{name}": kind for kind, names in VLLM_SERIES.items() for name in names}
+    found = {name: family.type for name, family in families.items() if name.startswith("vllm:")}
+    assert {name: kind for name, kind in found.items() if not name.endswith("_created")} == kinds
+    for name in kinds:
+        for sample in families[name].samples:
+            own = {label: text for label, text in sample.labels.items() if label != "le"}
+            reason = {"finished_reason": "abort"} if name == "vllm:request_success" else {}
+            assert own == VLLM_LABELS | reason, sample
+    (usage,) = families["vllm:kv_cache_usage_perc"].samples
+    assert usage.value == 0.5, "the fuller gang's"
+
+
+def test_series_that_vllm_lacks_keep_their_names() -> None:
+    own, theirs = ({family.name for family in served(prefix)} for prefix in ("csps", "vllm"))
+    assert {name.partition(":")[2] for name in own} == {name.partition(":")[2] for name in theirs}
+    assert all(name.startswith("csps:") for name in own)
+    assert {name.partition(":")[2] for name in theirs - own if not name.endswith("_created")} == (
+        OF_VLLM
+    )
+    assert "csps:ready" in theirs
+
+
+def test_the_page_for_users_of_vllm_names_every_series() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    table = page.partition("| as in vLLM |")[2].partition("Not there:")[0]
+    named = {name.removesuffix("_total") for name in re.findall(r"`vllm:(\w+)", table)}
+    assert named == OF_VLLM

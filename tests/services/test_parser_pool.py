@@ -26,7 +26,12 @@ from csps.protocols.rpc.schema import pack, unpack
 from csps.services.http import parser_pool
 from csps.services.http.body_parser import BodyParser, Endpoint, ParsedBody
 from csps.services.http.errors import PayloadTooLarge
-from csps.services.http.parser_pool import PROCESSES, SMALL_BODY_BYTES, ParserPool
+from csps.services.http.parser_pool import (
+    HUGE_BODY_BYTES,
+    PROCESSES,
+    SMALL_BODY_BYTES,
+    ParserPool,
+)
 from csps.services.http.parser_process import LENGTHS, frame, message_of
 from csps.services.http.request_parser import RequestParser
 from csps.services.settings.settings import Settings
@@ -191,6 +196,26 @@ async def test_a_body_that_takes_too_much_memory_is_refused(parser: BodyParser) 
         await pool.close()
 
 
+async def test_huge_bodies_are_parsed_one_at_a_time(pool: ParserPool) -> None:
+    """Regression: two took twice the memory, and all other large bodies waited behind them."""
+    huge = completion(user="u" * (HUGE_BODY_BYTES + 1))
+    async with paused(pool) as (first, second):
+        tasks = [asyncio.ensure_future(pool.parse("completion", huge, b"")) for _ in range(2)]
+        await until(lambda: pool._processes[1]._in_call)
+        large = asyncio.ensure_future(pool.parse("completion", completion(**PADDING), b""))
+        await until(lambda: pool._processes[0]._in_call)
+        os.kill(first, signal.SIGCONT)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await large).prompts[0].tokens
+        assert not any(task.done() for task in tasks)
+        assert pool._idle == [pool._processes[0]], "the other huge body waits"
+        tasks.pop().cancel()
+        os.kill(second, signal.SIGCONT)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await tasks[0]).prompts[0].tokens
+    await check_parses(pool)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_the_body_of_a_process_that_dies_is_parsed_by_another(
     pool: ParserPool, number: signal.Signals
@@ -277,7 +302,7 @@ async def test_large_bodies_do_not_hold_the_router_up(pool: ParserPool, kind: st
     with watched_loop():
         try:
             parsed = await pool.parse(endpoint, body, b"")
-        except InvalidRequest:
+        except (InvalidRequest, PayloadTooLarge):
             return
     assert parsed.prompts[0].tokens > 10**6
     assert not parsed.prompts[0].ids, "ids that fit no model were sent to the router"

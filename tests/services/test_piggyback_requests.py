@@ -13,6 +13,7 @@ from fake_gangs import FakeCell, FakeGang, fake_cell, loop_iterations, until
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import ASKED_RINGS, AskedRing
 from csps.protocols.core.errors import GangLost, InvalidRequest, TransferError
+from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.messages import JoinBatch
 from csps.services.requests.request_handle import RequestHandle
 
@@ -69,9 +70,13 @@ async def test_the_prompt_goes_to_the_ranks_of_the_master_only() -> None:
         await finish(cell, handle, sequence_id)
 
 
-async def test_piggybacked_requests_tie_no_other_instances_to_their_iterations() -> None:
-    """On an elastic gang each names the instances that it needs."""
-    async with chunked_cell(FakeGang("elastic", "e1", instances=2)) as cell:
+@pytest.mark.parametrize("role", ["elastic", "decode"])
+async def test_piggybacked_requests_tie_no_other_instances_to_their_iterations(
+    role: GangRole,
+) -> None:
+    """Each names the instances that it needs."""
+    gangs: dict[str, Any] = {role: FakeGang(role, "g1", instances=2)}
+    async with fake_cell(**gangs, policy="chunked_prefill", options=RIDING) as cell:
         handles = [cell.submit(tokens=300), cell.submit(tokens=200)]
         sequence_ids = [await joined(cell, handle) for handle in handles]
         named = {message.sequence_id: message.instances for message in cell.decode.leader.joined}
@@ -82,15 +87,6 @@ async def test_piggybacked_requests_tie_no_other_instances_to_their_iterations()
             cell.finish(sequence_id, 4, first=0)
             assert [token async for token in handle][-1].finish_reason == "length"
         await cell.wait_until_free()
-
-
-async def test_a_decode_gang_iterates_all_its_piggybacked_requests_together() -> None:
-    async with fake_cell(policy="chunked_prefill", options=RIDING) as cell:
-        handle = cell.submit()
-        sequence_id = await joined(cell, handle)
-        (message,) = cell.decode.leader.joined
-        assert message.instances == ()
-        await finish(cell, handle, sequence_id)
 
 
 async def test_a_piggybacked_request_joins_once_every_rank_has_reserved() -> None:

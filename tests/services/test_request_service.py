@@ -48,6 +48,24 @@ async def read(handle: RequestHandle) -> list[SampledToken]:
     return [token async for token in handle]
 
 
+async def test_answers_on_several_decode_instances_name_those_that_they_need() -> None:
+    """Sequences that share no instance are iterated apart, also on a gang that only decodes."""
+    decode = FakeGang("decode", "d1", instances=2, tp=2)
+    async with fake_cell(decode=decode, policy="fixed_sp", options={"sp": 1}) as cell:
+        handles = [cell.submit(tokens=300), cell.submit(tokens=200)]
+        sequence_ids = [await cell.decoding(handle) for handle in handles]
+        reserved = cell.decode.leader.reserved
+        masters = {at: reserved[at].master for at in sequence_ids}
+        named = {message.sequence_id: message.instances for message in cell.decode.leader.joined}
+        assert set(masters.values()) == {0, 1}
+        assert named == {at: (master,) for at, master in masters.items()}
+        for sequence_id in sequence_ids:
+            cell.finish(sequence_id, 4)
+        for handle in handles:
+            assert len(await read(handle)) == 4
+        await cell.wait_until_free()
+
+
 async def test_a_request_runs_from_submission_to_its_last_token() -> None:
     async with fake_cell() as cell:
         handle = cell.submit(tokens=300, max_tokens=3)

@@ -319,11 +319,15 @@ def test_an_application_of_unknown_memory_is_removed_before_memory_is_checked(
     assert f"PUT {APPLICATIONS_PATH}" in cluster.asked
 
 
+@pytest.mark.parametrize("status", ["RUNNING", "DEPLOYING", "DEPLOY_FAILED", "UNHEALTHY"])
 def test_an_application_of_the_same_name_is_updated_in_place(
-    head: RayHead, config: DeployConfig, cluster: Cluster, memory: list[float]
+    head: RayHead, config: DeployConfig, cluster: Cluster, memory: list[float], status: str
 ) -> None:
-    """Its ranks wait for memory themselves: removing it first would refuse its clients."""
-    cluster.statuses = [replaced_by(config, name="csps", prefill={"instances": 2})]
+    """Its ranks wait for memory themselves: removing it first would refuse its clients. What served
+    before a deployment that failed still does."""
+    running = replaced_by(config, name="csps", prefill={"instances": 2})
+    running["applications"]["csps"]["status"] = status
+    cluster.statuses = [running]
     memory[:] = [0.1]
     _clear(head, config)
     assert cluster.asked == [APPLICATIONS_PATH]

@@ -45,13 +45,21 @@ securityContext:
 volumes:
   {{- . | nindent 2 }}
 {{- end }}
+{{- with include "csps.initContainers" $root | trim }}
+initContainers:
+  {{- . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{- define "csps.container" -}}
+{{- define "csps.image.fields" -}}
 image: {{ include "csps.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   {{- toYaml .Values.pods.securityContext | nindent 2 }}
+{{- end }}
+
+{{- define "csps.container" -}}
+{{- include "csps.image.fields" . }}
 {{- with include "csps.volumeMounts" . | trim }}
 volumeMounts:
   {{- . | nindent 2 }}
@@ -113,6 +121,42 @@ KubeRay sets as well; an operator too old to know authOptions must not leave Ray
   value: /tmp
 - name: USER
   value: csps
+{{- if .Values.haproxy.enabled }}
+- name: RAY_SERVE_ENABLE_HA_PROXY # a fraction of what Serve's own proxy takes for a token
+  value: "1"
+- name: RAY_SERVE_HAPROXY_BINARY_PATH # written by the init container
+  value: /run/csps/haproxy
+- name: RAY_SERVE_HAPROXY_CONFIG_FILE_LOC
+  value: /run/csps/haproxy.cfg
+- name: RAY_SERVE_HAPROXY_SOCKET_PATH
+  value: /run/csps/admin.sock
+- name: RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH
+  value: /run/csps/metrics.sock
+- name: RAY_SERVE_HAPROXY_SERVER_STATE_BASE
+  value: /run/csps
+- name: RAY_SERVE_HAPROXY_SERVER_STATE_FILE
+  value: /run/csps/server-state
+- name: RAY_SERVE_HAPROXY_STATS_PORT # on loopback, like the next
+  value: "8404"
+- name: RAY_SERVE_HAPROXY_METRICS_PORT
+  value: "9101"
+- name: RAY_SERVE_FALLBACK_PROXY_HTTP_PORT
+  value: "8500"
+- name: RAY_SERVE_HAPROXY_NBTHREAD
+  value: "1"
+- name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S # a client that stalls
+  value: "30"
+- name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S # the longest stream across an update
+  value: "3600"
+- name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
+  value: "1.0"
+{{- end }}
+{{- if .Values.model.download.enabled }}
+- name: HF_HUB_CACHE
+  value: {{ include "csps.hubCache" . | quote }}
+- name: HF_HUB_OFFLINE # the init container has downloaded; the mount is read only
+  value: "1"
+{{- end }}
 {{- with .Values.pods.extraEnv }}
 {{ toYaml . }}
 {{- end }}

@@ -50,8 +50,8 @@ sized by it. */}}
 {{- end }}
 
 {{- define "csps.derivedSettings" -}}
-model: {{ .Values.model.path | quote }}
-{{- with .Values.model.servedName }}
+model: {{ include "csps.modelSetting" . | quote }}
+{{- with include "csps.servedName" . }}
 served_model_name: {{ . | quote }}
 {{- end }}
 dtype: {{ .Values.model.dtype }}
@@ -86,7 +86,7 @@ telemetry:
 instances: {{ int .instances }}
 tp: {{ int .tp }}
 threads: {{ int .threads }}
-kv_slots: {{ int .kvSlots }}
+kv_slots: {{ if kindIs "string" .kvSlots }}auto{{ else }}{{ int .kvSlots }}{{ end }}
 num_cpus: {{ int .threads }}
 num_gpus: {{ int .gpusPerRank }}
 {{- end }}
@@ -101,4 +101,5 @@ spans_dir: /tmp/csps-traces
 sample: {{ .sample }}
 timeline_sample: {{ .timelineSample }}
 project: {{ .project | quote }}
+metrics_prefix: {{ .metricsPrefix }}
 {{- end }}

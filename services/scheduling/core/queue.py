@@ -13,7 +13,12 @@ was served more than another one would have been after its oldest waiting reques
 of two tenants that both wait therefore never differ by more than the largest prompt and what was in
 flight at a time.
 
-With one tenant the order is that of admission, and nobody is held back.
+*Who is modest.* `RecentTokens` finds tenants that use at most half their share. Their requests come
+first, are not held back, and start inside what runs where the policy can preempt. Together they get
+at most half of what is served in a window of time, so the others go on. By that much the served
+tokens of two tenants may differ more than by the bound above.
+
+With one tenant the order is that of admission, nobody is held back, and nobody is modest.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from operator import attrgetter
 
 from csps.services.scheduling.events.events import TenantId
-from csps.services.scheduling.state.state import Priority, Request, order_key
+from csps.services.scheduling.events.limits import SECOND_NS
+from csps.services.scheduling.state.state import Priority, Request, Round, order_key
 
 GENERATED_WEIGHT = 2
 """Weight of a generated token; one of a prompt weighs 1. Sheng et al. take these weights from
@@ -34,6 +40,75 @@ def prompt_weight(request: Request) -> int:
     """Return what a waiting request adds to its tenant's counter when it starts: its prompt, and
     nothing for another attempt, because the fault was ours."""
     return 0 if request.attempts else request.prompt_tokens
+
+
+class RecentTokens:
+    """Weighted tokens that tenants were served in this window of time and the one before it.
+
+    A share is what each would get if all tenants of the two windows got the same. What a tenant was
+    served ever says nothing: one that comes back after an hour would have an hour to its good.
+    """
+
+    WINDOW_NS = 30 * SECOND_NS
+    SHARED_NS = 600 * SECOND_NS
+    """Time for which something is left to a tenant that sends nothing."""
+
+    def __init__(self, this_round: Round) -> None:
+        self._round, self._window = this_round, 0
+        self._present: dict[TenantId, int] = {}
+        self._both: dict[TenantId, int] = {}
+        self._total = 0
+        """Sum of both windows."""
+        self._waiting: dict[TenantId, int] = {}
+        """Tokens of each tenant's waiting requests."""
+        self._last: TenantId | None = None
+        """Tenant that was last seen."""
+        self._last_ns = 0
+        self._other_ns: int | None = None
+        """Time at which another one than that was last seen."""
+
+    def serve(self, tenant: TenantId, tokens: int) -> None:
+        """Add weighted tokens."""
+        self._turn()
+        if tenant != self._last:
+            self._other_ns = None if self._last is None else self._last_ns
+            self._last = tenant
+        self._last_ns = self._round.now_ns
+        self._present[tenant] = self._present.get(tenant, 0) + tokens
+        self._both[tenant] = self._both.get(tenant, 0) + tokens
+        self._total += tokens
+
+    def begin(self, tenant: TenantId, tokens: int) -> bool:
+        """Note that a request with so many tokens begins to wait; return True if its tenant uses at
+        most half its share, waiting requests included."""
+        self.serve(tenant, 0)
+        waiting = self._waiting.get(tenant, 0) + tokens
+        if waiting:
+            self._waiting[tenant] = waiting
+        tenants = len(self._both)
+        return tenants > 1 and 2 * tenants * (self._both[tenant] + waiting) <= self._total + waiting
+
+    def leave(self, tenant: TenantId, tokens: int) -> None:
+        """Note that a request with so many tokens waits no longer."""
+        left = self._waiting.pop(tenant, 0) - tokens
+        assert left >= 0, f"tenant {tenant} has fewer waiting tokens than none"
+        if left:
+            self._waiting[tenant] = left
+
+    @property
+    def shared(self) -> bool:
+        """True if several tenants have sent requests lately, modest ones now and then."""
+        other_ns = self._other_ns
+        return other_ns is not None and self._round.now_ns - other_ns < self.SHARED_NS
+
+    def _turn(self) -> None:
+        """Begin the window of the present time."""
+        window = self._round.now_ns // self.WINDOW_NS
+        if window == self._window:
+            return
+        self._both = self._present if window == self._window + 1 else {}
+        self._present, self._window = {}, window
+        self._total = sum(self._both.values())
 
 
 class TokenCounters:
@@ -128,7 +203,7 @@ class Queue:
 
     @property
     def held(self) -> Set[TenantId]:
-        """Tenants that are held back, none of whose requests may start."""
+        """Tenants that are held back: only requests that wait since they were modest may start."""
         self._arrange()
         return self._held
 
@@ -171,7 +246,11 @@ class Queue:
         self._startable = self._by_priority
         if self._held:
             self._startable = {
-                priority: [request for request in queue if request.tenant not in self._held]
+                priority: [
+                    request
+                    for request in queue
+                    if request.modest or request.tenant not in self._held
+                ]
                 for priority, queue in self._by_priority.items()
             }
 
@@ -185,5 +264,6 @@ class Queue:
         assert found == self._tenants, "number of waiting requests of a tenant"
         for queue in self.startable.values():
             for request in queue:
-                assert request.tenant not in self._held, "a request of a held tenant may start"
+                held = request.tenant in self._held and not request.modest
+                assert not held, "a request of a held tenant may start"
         assert not self._tenants or self._tenants.keys() - self._held, "all tenants are held back"

@@ -13,7 +13,12 @@ from csps.protocols.core.errors import (
     QueueFull,
     RateLimited,
 )
-from csps.services.scheduling.core.queue import GENERATED_WEIGHT, Queue, prompt_weight
+from csps.services.scheduling.core.queue import (
+    GENERATED_WEIGHT,
+    Queue,
+    RecentTokens,
+    prompt_weight,
+)
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy
 from csps.services.scheduling.events.commands import Fail, Refuse
@@ -169,6 +174,7 @@ class Requests:
         self.capacity = CapacityCheck(policy)
         self.admission = Admission(this_round, limits, self.capacity)
         self.queue = Queue()
+        self.recent = RecentTokens(this_round)
         self.live: dict[RequestId, Request] = {}
 
     @property
@@ -223,13 +229,17 @@ class Requests:
     def take(self, request: Request, sequence: Sequence) -> None:
         """Note that the request has started."""
         self.queue.remove(request)
-        self.queue.leave(request.tenant)
+        self._leave_queue(request)
         self._serve(request, prompt_weight(request))
         self.admission.leave(request, started=True)
         request.waiting, request.sequence = False, sequence
         request.attempts += 1
         request.blocked_ns = None
         self._blocked.pop(request.id, None)
+
+    def _leave_queue(self, request: Request) -> None:
+        self.queue.leave(request.tenant)
+        self.recent.leave(request.tenant, prompt_weight(request))
 
     def wait_again(self, request: Request) -> None:
         """Count the request as waiting again; it is not in its queue yet."""
@@ -239,10 +249,12 @@ class Requests:
 
     def _serve(self, request: Request, tokens: int) -> None:
         """Count weighted tokens for the request's tenant."""
+        self.recent.serve(request.tenant, tokens)
         if self.queue.serve(request.tenant, tokens):
             self._round.stale = True
 
     def _begin_to_wait(self, request: Request) -> None:
+        request.modest = self.recent.begin(request.tenant, prompt_weight(request))
         self.queue.begin(request.tenant)
         self.admission.enter(request)
         request.delays_before = delay_counters(self._gangs.instances.values())
@@ -316,7 +328,7 @@ class Requests:
             request.sequence = None
         if request.waiting:
             self.queue.remove(request)
-            self.queue.leave(request.tenant)
+            self._leave_queue(request)
             self.admission.leave(request, started=False)
             self._round.stale = True
         self._serve(request, GENERATED_WEIGHT * request.generated_tokens)

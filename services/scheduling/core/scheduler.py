@@ -279,6 +279,7 @@ class Scheduler:
             blocked_ns=requests.blocked_ns,
             cached=self._prefix.longest,
             rate_30s=requests.rate_30s,
+            shared=requests.recent.shared,
         )
 
 
@@ -335,6 +336,8 @@ class RequestEvents:
                 self._retries.delivered(closed.id, closed.generated_before + 1)
             return
         self._sequences.first_token(sequence)
+        if sequence.piggybacked and self._requests.recent.shared:
+            self._round.stale = True  # policies bound the prompts that are not computed
         if sequence.unreceived:
             late_ns = self._round.now_ns + self._retries.transfer_deadline_ns(sequence)
             late = partial(self._retries.transfer_is_late, sequence)

@@ -46,6 +46,9 @@ class SchedulerView(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
     where it is decoded need not be sent (`DecodePlacement.slices`)."""
     rate_30s: int
     """Requests submitted in the last 30 s."""
+    shared: bool = False
+    """True if several tenants were served lately: nothing may start long before it can be computed,
+    because a modest tenant's request would wait behind it (`queue.RecentTokens`)."""
 
     def waiting(self, priority: Priority) -> Many[Request]:
         """Return the requests of a queue in order."""

@@ -31,6 +31,10 @@ from csps.services.scheduling.policies.rounds.decode_overlay import (
 )
 from csps.services.scheduling.state.state import Gang, GangPair, Priority, Request
 
+PROMPTS_SHARED = 2
+"""Prompts for each instance that start while several tenants share a gang: one to compute and one
+to follow without a gap. More would only come before a modest tenant's prompt."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedPrefillOptions:
@@ -75,6 +79,8 @@ class ChunkedPrefill:
         ]
         decisions: list[Decision] = []
         for request in view.waiting("low"):
+            if view.shared and all(gang.prompts >= gang.most_prompts for _, gang in gangs):
+                break
             total = request.prompt_tokens + request.output_tokens
             plans = (self._piggyback(request, gang) for most, gang in gangs if total <= most)
             plan = next(filter(None, plans), None)
@@ -101,13 +107,18 @@ class _Gang:
 
     def __init__(self, gang: Gang, options: DecodeOptions, view: SchedulerView) -> None:
         self._id, self._view = gang.id, view
-        self._overlay = DecodeOverlay(gang, options, view.cost)
+        self.prompts = sum(sequence.piggyback_tokens > 0 for sequence in gang.decoding.values())
+        """Prompts that are not computed."""
+        self.most_prompts = PROMPTS_SHARED * len(gang.instances)
+        """Most of them while several tenants share the gang."""
+        self._overlay = DecodeOverlay(gang, options, view.cost, shared=view.shared)
 
     def place(self, request: Request) -> Placed | None:
         """Place a request after its cached prefix, or as a whole; None without enough slots."""
         cached = self._view.cached(request, self._id)
         prompt, output = request.prompt_tokens, request.output_tokens
-        placed = self._overlay.place_after(cached, prompt, output)
+        placed = self._overlay.place_after(cached, prompt, output, modest=request.modest)
         if placed is not None:
             self._overlay.take(placed, output)
+            self.prompts += 1
         return placed

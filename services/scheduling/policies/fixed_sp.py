@@ -128,7 +128,7 @@ class _Groups:
         self._options, self._max_positions = options, pair.max_positions
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns)
-        self._decode = DecodeOverlay(pair.decode, decode, view.cost)
+        self._decode = DecodeOverlay(pair.decode, decode, view.cost, shared=view.shared)
         self._groups = list(self._cut(self._prefill.candidates))
         self._queues = [
             _Queue(group.free_at_ns, index)
@@ -154,7 +154,9 @@ class _Groups:
         if request.prompt_tokens + request.output_tokens > self._max_positions:
             return None  # Another pair may serve it.
         cached = view.cached(request, self._decoding)
-        placed = self._decode.place_after(cached, request.prompt_tokens, request.output_tokens)
+        placed = self._decode.place_after(
+            cached, request.prompt_tokens, request.output_tokens, modest=request.modest
+        )
         if placed is None:
             return None
         if (reused := self._reuse(request, view)) is not None:

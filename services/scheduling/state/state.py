@@ -181,6 +181,8 @@ class Request(Live, kw_only=True, eq=False):
     served_before: int = 0
     """Weighted tokens that its tenant was served, and will be by its older waiting requests: what
     orders the waiting requests of several tenants; 0 while only one waits."""
+    modest: bool = False
+    """True if its tenant used less than half its share when it began to wait (`RecentTokens`)."""
     cls: str
     prompt_tokens: int
     """Tokens to prefill: the client's prompt, and tokens generated before a fault."""
@@ -220,13 +222,13 @@ class Request(Live, kw_only=True, eq=False):
             self.output_tokens -= more
 
 
-OrderKey = tuple[int, int]
+OrderKey = tuple[bool, int, int]
 
 
 def order_key(request: Request) -> OrderKey:
-    """Return the key by which waiting requests are ordered, whatever the policy: tokens served to
-    the tenant, then order of admission. The least comes first."""
-    return request.served_before, request.id
+    """Return the key by which waiting requests are ordered, whatever the policy: modest tenants,
+    then tokens served to the tenant, then order of admission. The least comes first."""
+    return not request.modest, request.served_before, request.id
 
 
 class PrefixRef(msgspec.Struct, frozen=True, eq=False):

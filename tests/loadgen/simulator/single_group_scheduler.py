@@ -64,7 +64,9 @@ def cluster(
             steps=tuple(
                 (LatencyKey(strategy="ring_kv", sp=sp), cost) for sp in range(1, instances + 1)
             ),
-            decode=((LatencyKey(strategy="decode", sp=decode), decode_cost),),
+            decode=tuple(
+                (LatencyKey(strategy="decode", sp=sp), decode_cost) for sp in range(1, decode + 1)
+            ),
         ),
         **options,
     )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.configurator.costs.latency import DecodeCost, LinearDecodeCost
-from csps.loadgen.simulator.decode_batch import SimulatedBatch, SimulatedMember
+from csps.loadgen.simulator.decode_batch import IterationCost, SimulatedBatches, SimulatedMember
 from csps.loadgen.simulator.step_order import SimulatedStep, StepOrder
 from csps.loadgen.simulator.timeline import EventTimeline, Link
 
@@ -244,14 +244,14 @@ def test_jumping_ahead_is_iterating(
     cost = DecodeCost(small=small, large=large, tipping_batch=3)
     timeline = EventTimeline()
     ended: dict[int, int] = {}
-    batch = SimulatedBatch(
+    batch = SimulatedBatches(
         timeline,
-        cost,
+        cost=lambda _: IterationCost(decode=cost),
         gap_ns=gap_ns,
         finished=lambda row: ended.setdefault(row.sequence, timeline.now_ns),
     )
     for number, (at, context, tokens) in enumerate(requests):
-        row = SimulatedMember(sequence=number, context=context, tokens=tokens)
+        row = SimulatedMember(sequence=number, context=context, tokens=tokens, ranks=(0,))
         timeline.at(at, partial(batch.join, row))
     leave_ns = requests[min(max(leaver, 0), len(requests) - 1)][0] + 777
     if leaver >= 0:
@@ -263,7 +263,7 @@ def test_jumping_ahead_is_iterating(
     run(timeline)
     expected, tokens = iterated(requests, leaver, leave_ns, cost, gap_ns)
     assert ended == expected
-    assert batch.log.tokens() == tokens
+    assert batch.decoded_tokens == tokens
     assert len(batch) == 0
 
 
@@ -290,12 +290,15 @@ def iterated(
         changed = False
         for number, at in list(leaves.items()):
             if at <= now:
+                del leaves[number]
+                waiting = number in coming and coming[number][0] <= at
+                if number not in rows and not waiting:
+                    ended.setdefault(number, at)  # no iteration concerns it
+                    continue
                 changed = True
                 rows.pop(number, None)
-                if number in coming and coming[number][0] <= now:
-                    del coming[number]
+                coming.pop(number, None)
                 ended.setdefault(number, now)
-                del leaves[number]
         for number, (at, context, tokens) in list(coming.items()):
             if at <= now:
                 changed = True

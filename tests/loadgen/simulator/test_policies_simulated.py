@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_cluster import POLICIES, cluster
+from small_cluster import options_of as policy_options
 
 from csps.configurator.costs.latency import LatencyKey, StepCost
 from csps.loadgen.simulator.cluster import ClusterModel
@@ -22,6 +24,8 @@ from csps.loadgen.simulator.kernel import Abandoned, GangFault, SimulationResult
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import main, scheduler_of
 from csps.protocols.core.errors import ConfigError
+from csps.protocols.gang.members import GangRole
+from csps.services.scheduling.events.events import AnyEvent
 
 UNBOUNDED = {"max_batch": 1 << 30}
 """A batch limit that never delays a request."""
@@ -89,10 +93,11 @@ def test_two_groups_of_eight_are_a_queue_with_two_servers() -> None:
         assert outcome.started_ns == began
 
 
-@pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
-def test_littles_law_and_nothing_lost(policy: str) -> None:
-    arrivals = chats(random.Random(3), 300, 2.0)
-    found = run(load_cluster("tetris-16"), policy, {}, arrivals)
+@pytest.mark.parametrize(("policy", "elastic"), POLICIES)
+def test_littles_law_and_nothing_lost(policy: str, elastic: bool) -> None:
+    arrivals = chats(random.Random(3), 60, 2.0)
+    model = cluster(elastic=elastic)
+    found = run(model, policy, policy_options(policy), arrivals)
     steps = sorted(
         [(outcome.arrival.at_ns, 1) for outcome in found.outcomes]
         + [(outcome.ended_ns, -1) for outcome in found.outcomes]
@@ -106,17 +111,24 @@ def test_littles_law_and_nothing_lost(policy: str) -> None:
         arrival.output_tokens for arrival in arrivals
     ]
     assert not any(outcome.error for outcome in found.outcomes)
+    # Decode iterations sample every token but those that steps or prompt chunks do.
+    assert found.decoded == sum(arrival.output_tokens - 1 for arrival in arrivals)
+    for outcome in found.outcomes:
+        assert outcome.token_ns == sorted(set(outcome.token_ns))
+        assert len(outcome.token_ns) == outcome.generated_tokens
+        assert outcome.arrival.at_ns <= outcome.started_ns < outcome.token_ns[0]
+        assert outcome.token_ns[-1] == outcome.ended_ns
 
 
-@pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
-def test_decisions_know_nothing_of_the_future(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "elastic"), POLICIES)
+def test_decisions_know_nothing_of_the_future(policy: str, elastic: bool) -> None:
     """Cutting the trace, or other lengths of unfinished answers, change no earlier turn."""
-    cluster = load_cluster("tetris-16")
+    model = cluster(elastic=elastic)
     rng = random.Random(4)
     arrivals = [
-        replace(prompt, output_tokens=80, max_tokens=256) for prompt in prompts(rng, 80, 2.0)
+        replace(prompt, output_tokens=80, max_tokens=256) for prompt in prompts(rng, 30, 2.0)
     ]
-    cut_ns = arrivals[40].at_ns
+    cut_ns = arrivals[18].at_ns
 
     def rounds(changed: Sequence[Arrival]) -> list[str]:
         seen: list[str] = []
@@ -125,20 +137,38 @@ def test_decisions_know_nothing_of_the_future(policy: str) -> None:
             if now_ns < cut_ns:
                 seen.append(f"{now_ns} {events} {commands}")
 
-        Simulator(scheduler_of(cluster, policy, {}), cluster, changed, observer=observe).run()
+        scheduler = scheduler_of(model, policy, policy_options(policy))
+        Simulator(scheduler, model, changed, observer=observe).run()
         return seen
 
     whole = rounds(arrivals)
-    outcomes = run(cluster, policy, {}, arrivals).outcomes
+    outcomes = run(model, policy, policy_options(policy), arrivals).outcomes
     later = [
         arrival if outcome.ended_ns < cut_ns else replace(arrival, output_tokens=200)
         for arrival, outcome in zip(arrivals, outcomes, strict=True)
     ]
     assert later != arrivals
-    assert len(whole) > 40
+    assert len(whole) > 18
     assert whole == rounds(later)
     # A trace that ends there has no round after its last request.
-    assert whole[: len(rounds(arrivals[:40]))] == rounds(arrivals[:40])
+    assert whole[: len(rounds(arrivals[:18]))] == rounds(arrivals[:18])
+
+
+@pytest.mark.parametrize(("policy", "elastic"), POLICIES)
+def test_replayed_events_lead_to_the_same_decisions(policy: str, elastic: bool) -> None:
+    """A fresh scheduler answers the events of a simulation with the same commands."""
+    model, arrivals = cluster(elastic=elastic), chats(random.Random(8), 40, 3.0)
+    turns: list[tuple[int, list[AnyEvent], str]] = []
+
+    def observe(now_ns: int, events: Sequence[AnyEvent], commands: object) -> None:
+        turns.append((now_ns, list(events), repr(commands)))
+
+    first, again = (scheduler_of(model, policy, policy_options(policy)) for _ in range(2))
+    Simulator(first, model, arrivals, observer=observe).run()
+    assert len(turns) > 40
+    for now_ns, events, commands in turns:
+        assert repr(again.handle(events, now_ns).commands) == commands
+    again.check_invariants()
 
 
 def test_a_slower_machine_with_fewer_requests_takes_its_times() -> None:
@@ -164,22 +194,24 @@ def _times(cost: StepCost, k: int) -> StepCost:
     return StepCost(a=k * cost.a, b=k * cost.b, c=k * cost.c, d=k * cost.d)
 
 
-@pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
-def test_requests_go_on_when_gangs_die(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "elastic"), POLICIES)
+def test_requests_go_on_when_gangs_die(policy: str, elastic: bool) -> None:
     """Every answer is whole, every slot is freed, and cancelled requests get nothing more."""
-    cluster = load_cluster("tetris-16")
-    arrivals = chats(random.Random(6), 120, 2.0)
+    model = cluster(elastic=elastic)
+    arrivals = chats(random.Random(6), 100, 3.0)
+    first: GangRole = "elastic" if elastic else "decode"
+    second: GangRole = "elastic" if elastic else "prefill"
     faults = [
-        GangFault(at_ns=20_000_000_000, role="decode"),
-        GangFault(at_ns=24_000_000_000, role="decode", up=True),
-        GangFault(at_ns=40_000_000_000, role="prefill"),
-        GangFault(at_ns=41_000_000_000, role="prefill", up=True),
+        GangFault(at_ns=arrivals[40].at_ns + 50_000_000, role=first),
+        GangFault(at_ns=arrivals[40].at_ns + 4_000_000_000, role=first, up=True),
+        GangFault(at_ns=arrivals[80].at_ns + 50_000_000, role=second),
+        GangFault(at_ns=arrivals[80].at_ns + 1_000_000_000, role=second, up=True),
     ]
     gone = [
         Abandoned(at_ns=arrivals[index].at_ns + 300_000_000, request=index + 1) for index in (5, 50)
     ]
-    scheduler = scheduler_of(cluster, policy, {})
-    simulator = Simulator(scheduler, cluster, arrivals, faults=faults, abandoned=gone)
+    scheduler = scheduler_of(model, policy, policy_options(policy))
+    simulator = Simulator(scheduler, model, arrivals, faults=faults, abandoned=gone)
     outcomes = simulator.run().outcomes
     simulator.gangs.check_idle()
     scheduler.check_invariants()
@@ -221,18 +253,35 @@ def test_requests_that_find_no_slots_wait_for_them() -> None:
 ARGUMENTS = ["--cluster", "tetris-16", "--workload", "tetris-short", "--rate", "2"]
 
 
-def test_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
-    results = []
-    for seed in ("1", "2"):
-        path = tmp_path / f"{seed}.json"
-        arguments = [*ARGUMENTS, "--requests", "60", "--json", str(path)]
-        code = f"from csps.loadgen.simulator.simulate import main; main({arguments!r})"
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-        result = json.loads(path.read_text())
-        result.pop("date")
-        results.append(result)
-    assert results[0] == results[1]
+def test_the_same_decisions_and_times_whatever_the_hash_seed() -> None:
+    """Of all policies: no set or hash decides anything."""
+    here = Path(__file__).parent
+    code = """
+import hashlib
+from test_policies_simulated import *
+for policy, elastic in POLICIES:
+    model, digest = cluster(elastic=elastic), hashlib.sha256()
+    def observe(now_ns, events, commands):
+        digest.update(f"{now_ns} {events} {commands}".encode())
+    scheduler = scheduler_of(model, policy, policy_options(policy))
+    arrivals = chats(random.Random(9), 25, 3.0)
+    found = Simulator(scheduler, model, arrivals, observer=observe).run()
+    times = [outcome.token_ns for outcome in found.outcomes]
+    print(policy, elastic, digest.hexdigest(), hashlib.sha256(repr(times).encode()).hexdigest())
+"""
+    folders = [str(here), str(here.parents[1]), *sys.path]
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(folders)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
+    assert len(printed[0].splitlines()) == len(POLICIES)
 
 
 def test_the_command_prints_and_writes_what_load_tests_write(
@@ -302,6 +351,6 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
 def test_every_shape_of_group_has_a_time() -> None:
     """Sizes between those of Table 1 are interpolated, and larger groups are faster at length."""
     table = load_cluster("tetris-16").table
-    assert LatencyKey(strategy="exact", sp=16) in dict(table.steps)
+    assert LatencyKey(strategy="ring_kv", sp=16) in dict(table.steps)
     times = [table.step(sp).predict_ns(131_072) for sp in range(1, 17)]
     assert times == sorted(times, reverse=True)

@@ -10,7 +10,7 @@ from single_group_scheduler import SingleGroupScheduler, cluster
 
 from csps.configurator.costs.latency import DecodeCost, HybridCost, LinearDecodeCost, StepCost
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
-from csps.loadgen.simulator.decode_batch import SimulatedMember
+from csps.loadgen.simulator.decode_batch import IterationCost, SimulatedMember
 from csps.loadgen.simulator.kernel import Abandoned, GangFault, Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.sequenced_ranks import YIELD_POINT_NS, SequencedRanks
@@ -49,7 +49,7 @@ class Ranks:
         self.gang = SequencedRanks(
             self.clock,
             instances,
-            hybrid=lambda _: HYBRID,
+            cost=lambda _: IterationCost(decode=HYBRID.decode, hybrid=HYBRID),
             quantum_ns=QUANTUM_NS,
             compute=Cores(self.clock, _gang(instances, cores)).compute,
             finished=lambda member: self._note(self.finished, member.sequence),

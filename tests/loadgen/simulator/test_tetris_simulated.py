@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from csps.configurator.model.scaling_information_base import Identity, ScalingInformationBase
+from csps.loadgen.simulator.cluster import LinkModel
 from csps.loadgen.simulator.cluster_file import load_cluster
 from csps.loadgen.simulator.rates_command import main, planner_of, profile, sampler_of, ttfts_ns
 from csps.loadgen.simulator.simulate import simulate
@@ -45,6 +46,37 @@ def test_plans_come_true(rate: float) -> None:
     found = simulated("tetris-medium", 3.0, "tetris", 150, improvement_rate=rate)
     expected = ttfts_ns(planner, prompts, rate)
     assert found == pytest.approx(expected, abs=1_000_000)
+
+
+def test_plans_do_not_depend_on_the_clock() -> None:
+    """A rate asks for an improvement of the time from now, whatever time it is. Compared with times
+    since the start, thresholds would grow with the clock and all prompts would get one instance."""
+    size = Size(positions=CLUSTER.max_positions, longest_output=1)
+    load = generate(workload("tetris-medium"), 80, arrivals=Arrivals(rate=3.0), seed=7, size=size)
+    late_ns = 1_000_000_000_000_000
+    later = tuple(
+        replace(request, arrival_ns=request.arrival_ns + late_ns) for request in load.requests
+    )
+    options = {**UNLIMITED, "improvement_rate": 0.3}
+    early, late = (
+        simulate(CLUSTER, "tetris", options, replace(load, requests=requests)).outcomes
+        for requests in (load.requests, later)
+    )
+    assert [outcome.ttft_ns for outcome in late] == [outcome.ttft_ns for outcome in early]
+
+
+def test_balanced_history_takes_time() -> None:
+    """With slow links between the members of growing groups, most prompts take longer."""
+    slow = LinkModel(bytes_per_s=2_000_000_000, latency_ns=10_000, shared=False)
+    size = Size(positions=CLUSTER.max_positions, longest_output=1)
+    load = generate(workload("tetris-long"), 80, arrivals=Arrivals(rate=1.5), seed=7, size=size)
+    options = {**UNLIMITED, "improvement_rate": 0.0}
+    free, priced = (
+        simulate(replace(CLUSTER, inside=link, between=link), "tetris", options, load).outcomes
+        for link in (None, slow)
+    )
+    mean_ns = [statistics.fmean(each.ttft_ns for each in found) for found in (free, priced)]
+    assert mean_ns[1] > 1.01 * mean_ns[0]
 
 
 def test_chunks_gain_at_the_same_rate() -> None:

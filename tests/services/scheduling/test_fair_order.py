@@ -19,7 +19,7 @@ from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.kernel import Simulator
 from csps.loadgen.simulator.requests import Arrival
-from csps.services.scheduling.core.queue import GENERATED_WEIGHT, Queue
+from csps.services.scheduling.core.queue import GENERATED_WEIGHT, Queue, RecentTokens
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -245,6 +245,7 @@ def test_an_idle_tenant_saves_nothing_up() -> None:
     harness = one_at_a_time()
     serve_all(harness, harness.turn(harness.submit(tenant=2)))
     serve_all(harness, harness.turn(*(harness.submit(tenant=1) for _ in range(20))))
+    harness.turn(after_ns=2 * RecentTokens.WINDOW_NS)
     both = [harness.submit(tenant=tenant) for tenant in (1, 1, 1, 2, 2, 2)]
     assert serve_all(harness, harness.turn(*both)) == [22, 25, 23, 26, 24, 27]
 

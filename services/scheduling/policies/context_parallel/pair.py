@@ -27,6 +27,7 @@ from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     Piggybacking,
     Placed,
+    Spare,
 )
 from csps.services.scheduling.policies.rounds.prefill_overlay import (
     NOTHING,
@@ -86,22 +87,34 @@ class KvHolders:
     Args:
         gang: the gang that decodes.
         max_batch: most requests that it decodes, including those still receiving KV.
+        shared: whether several tenants share the gang.
     """
 
-    def __init__(self, gang: Gang, max_batch: int) -> None:
+    def __init__(self, gang: Gang, max_batch: int, *, shared: bool = False) -> None:
         instances = sorted(gang.instances, key=lambda instance: instance.order)
         self.free = {instance.id: instance.free_slots for instance in instances}
         """Free slots of each instance, in topology order."""
         self._mastered = {instance.id: instance.mastered for instance in instances}
-        self._left = max_batch - gang.mastered
+        self._left, self._capacity = max_batch - gang.mastered, gang.capacity
+        self._spare = Spare.of(gang, max_batch, shared=shared)
 
-    def has_room(self, tokens: int, taken: Mapping[InstanceId, int] | None = None) -> bool:
+    def has_room(
+        self,
+        tokens: int,
+        taken: Mapping[InstanceId, int] | None = None,
+        *,
+        modest: bool = False,
+    ) -> bool:
         """Return True if the gang has slots for another request, on any instances.
 
         Args:
             taken: slots of its cached prefix, which are no longer free then.
+            modest: whether the request's tenant is modest.
         """
-        return self._left > 0 and tokens + sum((taken or {}).values()) <= sum(self.free.values())
+        spare = Spare() if modest else self._spare
+        tokens += sum((taken or {}).values())
+        free = sum(self.free.values())
+        return spare.leaves(tokens, batch=self._left, free=free, capacity=self._capacity)
 
     def spread(self, request: Request, cached: Cached | None) -> Placed:
         """Spread a prompt evenly over all instances, as far as slots and the cached prefix allow.
@@ -245,7 +258,7 @@ class ContextParallelPair:
         self._is_one = self._gang == self._decode_gang
         self._cost = RingCosts(view.cost)
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options)
-        self._holders = KvHolders(pair.decode, decode.max_batch)
+        self._holders = KvHolders(pair.decode, decode.max_batch, shared=view.shared)
         self._piggybacking = Piggybacking(pair.decode, view.cost, decode)
         self._reuses = Reuses(self._prefill, self._cost)
         self._candidates = sorted(self._prefill.candidates, key=lambda candidate: candidate.order)
@@ -281,7 +294,8 @@ class ContextParallelPair:
         return GangStartResult.STARTS
 
     def start_end(self, request: Request, *, at_head: bool) -> bool:
-        """Start a longer prompt if only a short end is not cached; return True if it starts.
+        """Start a longer prompt if only a short end is not cached, or inside what runs if its
+        tenant is modest; return True if it starts.
 
         Args:
             at_head: True if no older low-priority prompt waits, so that this one may also start as
@@ -296,9 +310,10 @@ class ContextParallelPair:
             within_ns = work and work.ends_ns - self._view.now_ns
         if self._piggyback(request, within_ns):
             return True
-        if end is not None:
-            self._start(request, end, high_priority=True)
-        return end is not None
+        preempting = end or (self._preempting(request, at_head) if request.modest else None)
+        if preempting is not None:
+            self._start(request, preempting, high_priority=True)
+        return preempting is not None
 
     def start_low_priority(self, request: Request) -> GangStartResult:
         """Start a prompt, or the rest of it, on the group that ends first."""
@@ -320,9 +335,10 @@ class ContextParallelPair:
     def _has_room(self, request: Request, cached: Cached) -> bool:
         """Return True if the decode gang has slots for a request."""
         tokens = request.prompt_tokens + request.output_tokens
+        modest = request.modest
         if not self._is_one:
-            return self._holders.has_room(tokens)
-        return self._holders.has_room(tokens - cached.tokens, cached.taken)
+            return self._holders.has_room(tokens, modest=modest)
+        return self._holders.has_room(tokens - cached.tokens, cached.taken, modest=modest)
 
     # --- groups ----------------------------------------------------------------------------------
 
@@ -393,10 +409,41 @@ class ContextParallelPair:
                 work = rest
         return work
 
-    def _best(self, request: Request, cached: Cached, candidates: list[Candidate]) -> Reuse | None:
+    def _preempting(self, request: Request, at_head: bool) -> Reuse | None:
+        """Compute a prompt of a modest tenant, or the rest of it, inside whatever runs; None if no
+        group may be preempted, or if nothing runs and it is at the head of its queue."""
+        most = self._options.jobs_per_instance
+        candidates = [
+            candidate for candidate in self._candidates if candidate.high_priority_steps < most
+        ]
+        cached = self._view.cached(request, self._gang)
+        ways = [
+            self._best(request, start, candidates, high_priority=True)
+            for start in (cached, NOTHING)
+            if start is not None
+        ]
+        works = [work for work in ways if work is not None and self._reuses.may_preempt(work)]
+        work = min(works, key=lambda work: work.high_priority_end_ns, default=None)
+        if work is None or (
+            at_head and not any(candidate.low_priority_steps for candidate in work.candidates)
+        ):
+            return None
+        return work
+
+    def _best(
+        self,
+        request: Request,
+        cached: Cached,
+        candidates: list[Candidate],
+        *,
+        high_priority: bool = False,
+    ) -> Reuse | None:
         """Compute the rest of a prompt on the best group that contains the holders of its prefix.
 
         A larger group must pay off (`least_saving`). None without enough slots.
+
+        Args:
+            high_priority: whether it waits for high-priority steps only.
         """
         holders = {kv_slice.instance for kv_slice in cached.slices}
         indices = [index for index, candidate in enumerate(candidates) if candidate.id in holders]
@@ -406,17 +453,23 @@ class ContextParallelPair:
         sizes = sorted({*group_sizes(len(candidates)), len(holders) or 1})
         by_server = groupby(candidates, key=lambda candidate: candidate.place.server_id)
         servers = [sum(1 for _ in same) for _, same in by_server]
-        groups = PooledGroup.of(
-            servers, sizes, [candidate.free_at_ns - now_ns for candidate in candidates], indices
-        )
+        waits_ns = [
+            candidate.high_priority_ns if high_priority else candidate.free_at_ns - now_ns
+            for candidate in candidates
+        ]
+        groups = PooledGroup.of(servers, sizes, waits_ns, indices)
         best: Reuse | None = None
+        best_ns = 0
         for index, size in enumerate(sizes):
             if size < len(holders):
                 continue
             group = [candidates[member] for member in groups.members(index)]
             work = self._reuses.on(request, cached, group)
-            if work and (best is None or self._pays(work.ends_ns - now_ns, best.ends_ns - now_ns)):
-                best = work
+            if work is None:
+                continue
+            ends_ns = work.high_priority_end_ns if high_priority else work.ends_ns - now_ns
+            if best is None or self._pays(ends_ns, best_ns):
+                best, best_ns = work, ends_ns
         return best
 
     def _pays(self, time_ns: int, smaller_ns: int) -> bool:

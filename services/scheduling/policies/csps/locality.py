@@ -44,20 +44,29 @@ class _Server:
 
 
 class LocalityAllocator:
-    """The instances that may be given another low-priority step.
+    """The instances that may be given another step.
 
     Args:
         candidates: all instances of the gang.
         most: most tokens given to an instance.
-        steps: most low-priority steps of an instance at a time.
+        steps: most steps of an instance at a time, of the priority of the step.
+        high_priority: priority of the step.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], most: int, steps: int) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        most: int,
+        steps: int,
+        *,
+        high_priority: bool = False,
+    ) -> None:
         self._all, self._most, self._steps = len(candidates), most, steps
+        self._high_priority = high_priority
         self._servers: dict[tuple[int, int], _Server] = {}
         self._preferences: dict[InstanceId, Preference] = {}
         for candidate in candidates:
-            if candidate.low_priority_steps < steps:
+            if self._has_step_left(candidate):
                 self._server(candidate).preferences.append(self._preference(candidate))
         for server in self._servers.values():
             server.preferences.sort()
@@ -73,9 +82,13 @@ class LocalityAllocator:
         server = self._server(candidate)
         del server.preferences[bisect_left(server.preferences, preference)]
         server.room -= min(self._most, -preference.minus_free)
-        if candidate.low_priority_steps < self._steps:
+        if self._has_step_left(candidate):
             insort(server.preferences, self._preference(candidate))
             server.room += min(self._most, candidate.free)
+
+    def _has_step_left(self, candidate: Candidate) -> bool:
+        high, low = candidate.high_priority_steps, candidate.low_priority_steps
+        return (high if self._high_priority else low) < self._steps
 
     def group(self, tokens: int) -> CandidateGroup | None:
         """Return the smallest group whose SPTs hold a prompt, or None.

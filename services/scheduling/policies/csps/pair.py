@@ -75,7 +75,7 @@ class RoundPlan:
     ) -> None:
         self.options, self.cost, self.now_ns = options, view.cost, view.now_ns
         self.prefill = PrefillOverlay(pair.prefill, view.now_ns, options)
-        self.decode = DecodeOverlay(pair.decode, decode, view.cost)
+        self.decode = DecodeOverlay(pair.decode, decode, view.cost, shared=view.shared)
         self.reuses = Reuses(self.prefill, view.cost)
         self.high_priority = HighPrioritySteps(self.prefill, view.cost, options, view.now_ns)
         self._view, self._pair = view, pair
@@ -111,7 +111,9 @@ class RoundPlan:
         if self.too_long(request):
             return None
         cached = self.cached_decoding(request)
-        return self.decode.place_after(cached, request.prompt_tokens, request.output_tokens)
+        return self.decode.place_after(
+            cached, request.prompt_tokens, request.output_tokens, modest=request.modest
+        )
 
     def take(self, request: Request, placed: Placed) -> None:
         """Record that a request starts with a placement."""
@@ -257,6 +259,17 @@ class LongPrompts:
             choice = self._best(request, group, step.tokens)
         self._launch(step, group, choice.time_ns)
         return StartResult.STARTS
+
+    def preempting_group(self, tokens: int) -> CandidateGroup | None:
+        """Return the group for a prompt of a modest tenant, whatever low-priority steps it has:
+        instances without a high-priority step if they suffice."""
+        for steps in (1, self._options.jobs_per_instance):
+            allocator = LocalityAllocator(
+                self._prefill.candidates, self._options.spt_tokens, steps, high_priority=True
+            )
+            if (group := allocator.group(tokens)) is not None:
+                return group
+        return None
 
     def _ends_ns(self, request: Request, group: CandidateGroup) -> int:
         """Predict when a group ends a whole prompt."""
@@ -451,7 +464,7 @@ class CspsPair:
                 a low-priority step.
         """
         left = _left(request, self.round_plan.cached(request))
-        if not (left <= self._options.short_tokens or self._may_piggyback(request)):
+        if not (left <= self._longest_end(request) or self._may_piggyback(request)):
             return False
         placed = self.round_plan.place(request)
         if placed is None:
@@ -459,6 +472,60 @@ class CspsPair:
         reuse = self.long.reuse(request) if at_head else None
         soonest_ns = None if reuse is None else reuse.ends_ns - self._now_ns
         return self._start_end(request, placed, soonest_ns, end_by_ns)
+
+    def start_modest(self, request: Request, end_by_ns: int | None, *, at_head: bool) -> bool:
+        """Compute a prompt of a modest tenant inside whatever runs, on the group that it fills.
+
+        Args:
+            at_head: True if no older low-priority prompt waits, so that it needs no priority where
+                nothing runs.
+        """
+        group = self.long.preempting_group(request.prompt_tokens)
+        placed = self.round_plan.place(request)
+        if group is None or placed is None:
+            return False
+        sizes = level_sizes(request.prompt_tokens, group.room)
+        assert sizes is not None, f"a group has no room for {request.prompt_tokens} tokens"
+        candidates = [
+            candidate for candidate, size in zip(group.candidates, sizes, strict=True) if size
+        ]
+        sizes = [size for size in sizes if size]
+        if at_head and not any(candidate.low_priority_steps for candidate in candidates):
+            return False
+        waits_ns = max(candidate.high_priority_ns for candidate in candidates)
+        waited_ns = self._now_ns + waits_ns - request.submitted_ns
+        shape = self._prefill.shape(candidates)
+        choice = self._cost.best(request.cls, shape, 0, request.prompt_tokens, waited_ns)
+        by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request)
+        if by_ns is not None and self._now_ns + waits_ns + choice.time_ns > by_ns:
+            return False
+        if not self._prefill.may_preempt(candidates, sizes, choice.time_ns):
+            return False
+        step = WholePrompts(
+            group=candidates,
+            cls=request.cls,
+            strategy=choice.strategy,
+            high_priority=True,
+            predicted_ns=choice.time_ns,
+            sizes=sizes,
+        )
+        step.add(request, placed)
+        for candidate, size in zip(candidates, sizes, strict=True):
+            self._high_priority.bound(candidate, by_ns)
+            self._prefill.start_high_priority(candidate, size, choice.time_ns)
+            self.long.changed(candidate)
+        self.round_plan.take(request, placed)
+        self.round_plan.add_step(step)
+        return True
+
+    def _longest_end(self, request: Request) -> int:
+        """Return the most tokens that may be computed on the holders of a cached prefix inside what
+        runs there: a short end, or of a modest tenant what the holders would compute anyway."""
+        cached = self.round_plan.cached(request) if request.modest else None
+        if cached is None:
+            return self._options.short_tokens
+        holders = {kv_slice.instance for kv_slice in cached.slices}
+        return max(self._options.short_tokens, len(holders) * self._options.spt_tokens)
 
     def _may_piggyback(self, request: Request) -> bool:
         most = self._piggybacking.most
@@ -482,7 +549,7 @@ class CspsPair:
         by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request) - self._now_ns
         within_ns = min((ns for ns in (soonest_ns, by_ns) if ns is not None), default=None)
         cached = self.round_plan.cached(request)
-        reuse = self.round_plan.reuses.end(request, cached, self._options.short_tokens)
+        reuse = self.round_plan.reuses.end(request, cached, self._longest_end(request))
         if reuse is not None:
             if within_ns is None or reuse.high_priority_end_ns <= within_ns:
                 within_ns = reuse.high_priority_end_ns

@@ -2,7 +2,8 @@
 
 Requests start first come, first served (CSPS §3.2), except that short prompts preempt long ones,
 short ends of prompts start on the holders of their cached prefix (or piggybacked where they are
-decoded), and waiting prompts fill the slack of the last SPT of a starting step.
+decoded), prompts of modest tenants start inside those of others (`core/queue.py`), and waiting
+prompts fill the slack of the last SPT of a starting step.
 
 No request starves, because preemption is bounded in seconds, predicted when a request is placed and
 corrected by measured times (`events/limits.py`). While a request waits for KV slots, no longer
@@ -113,12 +114,17 @@ class _Round:
         return self._note(request, result)
 
     def _consider_end(self, request: Request, *, at_head: bool) -> bool:
-        """Start a longer prompt if only a short end is left to compute."""
+        """Start a longer prompt if only a short end is left to compute, or if its tenant is modest:
+        inside what runs already."""
         if self._started(request):
             return True  # It fills the slack of a step already.
         self._bound_by_older(request)
         end_by_ns = self._end_by_ns
-        return any(pair.start_end(request, end_by_ns, at_head=at_head) for pair in self._pairs)
+        return any(
+            pair.start_end(request, end_by_ns, at_head=at_head)
+            or (request.modest and pair.start_modest(request, end_by_ns, at_head=at_head))
+            for pair in self._pairs
+        )
 
     def _started(self, request: Request) -> bool:
         return any(pair.round_plan.started(request) for pair in self._pairs)

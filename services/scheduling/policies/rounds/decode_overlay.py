@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,6 +66,35 @@ class DecodeOptions:
         check_least(self, 0, "prefill_tokens_max")
 
 
+SPARED = 8
+"""One in so many of a decode gang's slots, and of its batch, is left to modest tenants while
+several share it: else their prompts would wait until an answer ends, often a whole batch."""
+
+
+class Spare(NamedTuple):
+    """What only modest tenants may take of a decode gang."""
+
+    batch: int = 0
+    slots: int = 0
+
+    @staticmethod
+    def of(gang: Gang, max_batch: int, *, shared: bool) -> Spare:
+        """Return what is left to modest tenants, if several share the gang."""
+        return Spare(max_batch // SPARED, gang.capacity // SPARED) if shared else Spare()
+
+    def leaves(self, tokens: int, *, batch: int, free: int, capacity: int) -> bool:
+        """Return True if a request of a tenant that is not modest may start.
+
+        Args:
+            tokens: slots that it needs. One that needs more than is ever left to it takes any.
+            batch: requests that the gang may still start.
+            free: its free slots.
+            capacity: all its slots.
+        """
+        slots = self.slots if tokens <= capacity - self.slots else 0
+        return batch > self.batch and tokens <= free - slots
+
+
 class Placed(msgspec.Struct, frozen=True, gc=False):
     """Placement chosen for a request."""
 
@@ -99,11 +129,18 @@ def fits_idle(gang: Gang, prompt_tokens: int, output_tokens: int) -> bool:
 
 
 class DecodeOverlay:
-    """A decode gang's instances as they will be after the decisions of a round."""
+    """A decode gang's instances as they will be after the decisions of a round.
 
-    def __init__(self, gang: Gang, options: DecodeOptions, cost: Costs) -> None:
+    Args:
+        shared: whether several tenants share the gang.
+    """
+
+    def __init__(
+        self, gang: Gang, options: DecodeOptions, cost: Costs, *, shared: bool = False
+    ) -> None:
         self._options, self._cost, self._tp = options, cost, gang.tp
-        self._batch = gang.mastered
+        self._batch, self._capacity = gang.mastered, gang.capacity
+        self._spare = Spare.of(gang, options.max_batch, shared=shared)
         self._holders = {
             instance.id: _Holder(
                 instance.id, instance.order, instance.free_slots, instance.mastered
@@ -115,9 +152,13 @@ class DecodeOverlay:
         self._largest = -1
         """Free slots of the instance with most; negative if unknown."""
 
-    def has_room(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Return True if `place` finds enough slots, with those of the answer on one instance."""
-        if self._batch >= self._options.max_batch or prompt_tokens + output_tokens > self._free:
+    def has_room(self, prompt_tokens: int, output_tokens: int, *, modest: bool = False) -> bool:
+        """Return True if `place` finds enough slots, with those of the answer on one instance.
+
+        Args:
+            modest: whether the request's tenant is modest.
+        """
+        if not self._may_start(prompt_tokens + output_tokens, modest=modest):
             return False
         if self._holders[self._freest[0][1]].free >= output_tokens:
             return True
@@ -125,13 +166,21 @@ class DecodeOverlay:
             self._largest = max(holder.free for holder in self._holders.values())
         return output_tokens <= self._largest
 
-    def place(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
+    def _may_start(self, tokens: int, *, modest: bool) -> bool:
+        """Return True if the batch and the slots of all instances together have room."""
+        spare = Spare() if modest else self._spare
+        batch = self._options.max_batch - self._batch
+        return spare.leaves(tokens, batch=batch, free=self._free, capacity=self._capacity)
+
+    def place(
+        self, prompt_tokens: int, output_tokens: int, *, modest: bool = False
+    ) -> Placed | None:
         """Choose the holders of a request's KV and its master; None without enough slots.
 
         Takes as few instances as `spread_tokens` allows, or as are fastest, those with most free
         slots first, and more if these have too few slots.
         """
-        if not self.has_room(prompt_tokens, output_tokens):
+        if not self.has_room(prompt_tokens, output_tokens, modest=modest):
             return None
         wanted = self._wanted(prompt_tokens)
         if wanted == 1:
@@ -152,15 +201,17 @@ class DecodeOverlay:
             key=lambda sp: self._cost.iteration_ns(sp, self._tp, 1, prompt_tokens),
         )
 
-    def place_whole(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
+    def place_whole(
+        self, prompt_tokens: int, output_tokens: int, *, modest: bool = False
+    ) -> Placed | None:
         """Place all of a request on the instance with most freeness; None without enough slots.
 
         Freeness is the number of unreserved slots per request, including requests that still
         receive KV (Tetris §5.2).
         """
-        if self._batch >= self._options.max_batch:
-            return None
         total = prompt_tokens + output_tokens
+        if not self._may_start(total, modest=modest):
+            return None
         roomy = [holder for holder in self._holders.values() if holder.free >= total]
         if not roomy:
             return None
@@ -172,17 +223,22 @@ class DecodeOverlay:
         return Placed((KvSlice(best.id, 0, prompt_tokens),), best.id)
 
     def place_after(
-        self, cached: Cached | None, prompt_tokens: int, output_tokens: int
+        self,
+        cached: Cached | None,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        modest: bool = False,
     ) -> Placed | None:
         """Place a request after its cached prefix, or as a whole if the rest has no slots then."""
         if cached is not None and self.has_free(cached.taken):
             self.occupy(cached.taken)
-            rest = self.place(prompt_tokens - cached.tokens, output_tokens)
+            rest = self.place(prompt_tokens - cached.tokens, output_tokens, modest=modest)
             self.occupy(cached.taken, -1)
             if rest is not None:
                 slices = (*cached.slices, *shifted(rest.slices, cached.tokens))
                 return Placed(slices, rest.master, taken=cached.taken)
-        return self.place(prompt_tokens, output_tokens)
+        return self.place(prompt_tokens, output_tokens, modest=modest)
 
     def take(self, placed: Placed, output_tokens: int) -> None:
         """Count the slots of a placement as used."""

@@ -149,9 +149,18 @@ class PrefillOverlay:
             return None
         return min(budget.left_ns for budget in self._budgets_of(candidate))
 
-    def may_preempt(self, candidate: Candidate, tokens: int, time_ns: int) -> bool:
-        """Return True if an instance may be given another high-priority step."""
-        return self.admits(candidate, tokens, time_ns) and self.has_step_left(candidate)
+    def may_preempt(self, group: list[Candidate], sizes: list[int], time_ns: int) -> bool:
+        """Return True if a group may be given another high-priority step.
+
+        Args:
+            sizes: tokens of each instance.
+        """
+        # A low-priority step on several of the instances is charged for each of them.
+        charge_ns = time_ns * len(group)
+        return all(
+            self.admits(candidate, size, charge_ns) and self.has_step_left(candidate)
+            for candidate, size in zip(group, sizes, strict=True)
+        )
 
     def admits(self, candidate: Candidate, tokens: int, time_ns: int) -> bool:
         """Return True if an instance has slots, and its low-priority steps budget."""
@@ -432,15 +441,11 @@ class Reuses:
         if cached is None or request.prompt_tokens - cached.tokens > most:
             return None
         reuse = self.on(request, cached, self.holders(cached))
-        if reuse is None:
-            return None
-        # A low-priority step on several of the holders is charged for each of them.
-        charge_ns = reuse.time_ns * len(reuse.candidates)
-        preempts = all(
-            self._overlay.may_preempt(candidate, size, charge_ns)
-            for candidate, size in zip(reuse.candidates, reuse.sizes, strict=True)
-        )
-        return reuse if preempts else None
+        return reuse if reuse is not None and self.may_preempt(reuse) else None
+
+    def may_preempt(self, reuse: Reuse) -> bool:
+        """Return True if it may be a high-priority step."""
+        return self._overlay.may_preempt(reuse.candidates, reuse.sizes, reuse.time_ns)
 
     def take(self, reuse: Reuse) -> None:
         """Count the slots of the reused prefix as used."""

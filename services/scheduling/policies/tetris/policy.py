@@ -33,9 +33,11 @@ from csps.services.scheduling.deciding.decisions import (
     Replan,
     SchedulerView,
     StartPlan,
+    WakeAt,
 )
 from csps.services.scheduling.deciding.step_layout import in_layout, rows_of
 from csps.services.scheduling.events.events import InstanceId
+from csps.services.scheduling.events.limits import SECOND_NS
 from csps.services.scheduling.policies.rounds.decode_overlay import (
     DecodeOptions,
     DecodeOverlay,
@@ -80,6 +82,10 @@ class Tetris:
             for pair in pairs:
                 decisions += pair.replan(view)
         for request in view.waiting("low"):
+            at_ns = min(pair.plans_at_ns() for pair in pairs) if view.shared else view.now_ns
+            if at_ns > view.now_ns:
+                decisions.append(WakeAt(at_ns=at_ns))
+                break
             plan = next(filter(None, (pair.start(request, view) for pair in pairs)), None)
             if plan is None:
                 decisions.append(Blocked(request_id=request.id))
@@ -128,24 +134,31 @@ class _Pair:
         self._max_positions, self._tp = pair.max_positions, pair.prefill.tp
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns)
-        self._decode = DecodeOverlay(pair.decode, decode, view.cost)
+        self._decode = DecodeOverlay(pair.decode, decode, view.cost, shared=view.shared)
         self._candidates = sorted(self._prefill.candidates, key=lambda candidate: candidate.order)
         """Instances server by server, in the order of `Cdsp`."""
         by_server = groupby(self._candidates, key=lambda candidate: candidate.place.server_id)
         self._servers = tuple([sum(1 for _ in candidates) for _, candidates in by_server])
 
-    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+    def fits(self, request: Request) -> bool:
         """Return True if all instances together have slots for a request."""
+        prompt, output = request.prompt_tokens, request.output_tokens
         free = sum(candidate.free for candidate in self._candidates)
-        return prompt_tokens <= free and self._decode.has_room(prompt_tokens, output_tokens)
+        return prompt <= free and self._decode.has_room(prompt, output, modest=request.modest)
+
+    def plans_at_ns(self) -> int:
+        """Return when to plan requests while several tenants share the gangs: when the ranks need
+        to know what comes next. What is planned earlier, a modest tenant's request waits for."""
+        free_at_ns = min(candidate.free_at_ns for candidate in self._candidates)
+        return free_at_ns - round(self._options.launch_ahead_s * SECOND_NS)
 
     def start(self, request: Request, view: SchedulerView) -> StartPlan | None:
         """Plan a request; None without enough slots."""
         cost = view.cost
         prompt, output = request.prompt_tokens, request.output_tokens
-        if prompt + output > self._max_positions or not self.fits(prompt, output):
+        if prompt + output > self._max_positions or not self.fits(request):
             return None
-        placed = self._place(prompt, output, view.cached(request, self._decoding))
+        placed = self._place(request, view.cached(request, self._decoding))
         if placed is None:
             return None
         work = self._work(prompt, NOTHING, cost)
@@ -187,11 +200,12 @@ class _Pair:
                 return _Work(cached, indices, chunks, sizes)
         return None
 
-    def _place(self, prompt: int, output: int, cached: Cached | None) -> Placed | None:
+    def _place(self, request: Request, cached: Cached | None) -> Placed | None:
         """Place a request on one decode instance if possible, or after its cached prefix."""
-        if cached is None and (whole := self._decode.place_whole(prompt, output)):
+        size, modest = (request.prompt_tokens, request.output_tokens), request.modest
+        if cached is None and (whole := self._decode.place_whole(*size, modest=modest)):
             return whole
-        return self._decode.place_after(cached, prompt, output)
+        return self._decode.place_after(cached, *size, modest=modest)
 
     def _cdsp(self, cost: Costs) -> Cdsp:
         sizes = group_sizes(len(self._candidates))

@@ -338,22 +338,6 @@ def test_a_rate_of_almost_one_gives_the_smallest_group(world: World) -> None:
     assert len(only.members) == 1
 
 
-@given(worlds(), st.integers(1, 1000))
-def test_a_plan_does_not_depend_on_the_clock(world: World, seconds: int) -> None:
-    """A rate asks for an improvement of the time from now, whatever has passed by then."""
-    delayed = World(
-        world.servers,
-        [request + seconds * S for request in world.queue],
-        world.length,
-        0.0,
-        world.least,
-    )
-    plain = World(world.servers, world.queue, world.length, 0.0, world.least)
-    assert [len(chunk.members) for chunk in plain.plan()] == [
-        len(chunk.members) for chunk in delayed.plan()
-    ]
-
-
 def test_a_budget_that_does_not_pay_for_the_constant_part_is_no_chunk() -> None:
     costs = {1: StepCost.of_seconds(1.0, 1e-3, 0, 0), 2: StepCost.of_seconds(1.0, 5e-4, 0, 0)}
     made = Cdsp((2,), costs)
