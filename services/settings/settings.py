@@ -397,11 +397,11 @@ class Settings(SettingsSection):
     default_max_tokens: Count | None = None
     """Answer length of a chat request that does not set one. None: a quarter of the KV slots of the
     gang that decodes, at most 4,096 and at most what is left of the context."""
-    tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3", "harmony", "none"] = "auto"
     """How the model writes calls of tools; `auto`: as its chat template shows."""
-    reasoning: Literal["auto", "think", "none"] = "auto"
+    reasoning: Literal["auto", "think", "harmony", "none"] = "auto"
     """How the model writes its reasoning, which answers have apart from their text: `think` for
-    `<think>`; `auto`: as its chat template shows."""
+    `<think>`, `harmony` for the channels of gpt-oss; `auto`: as its chat template shows."""
     max_body_bytes: Count = 32 * 1024 * 1024
     api_keys_file: str | None = None
     """File of client keys, each as `KEY` or `NAME KEY`, which is read again when it changes;
