@@ -105,6 +105,7 @@ class Router:
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
             auth=self._settings.auth,
+            docs=self._settings.http.docs,
             parser_pool=self._parser_pool,
             state=self._state(),
         )

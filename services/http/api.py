@@ -41,6 +41,7 @@ from csps.services.http.errors import (
     messages_error_response,
     on_http_error,
 )
+from csps.services.http.openapi import docs_page, openapi_document
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestMetadata, RequestParser, read_slo
 from csps.services.requests.request_handle import RequestHandle
@@ -111,6 +112,8 @@ class HttpApi:
     max_body_bytes: int
     parser_pool: ParserPool
     auth: AuthSettings = field(default_factory=AuthSettings)
+    docs: bool = False
+    """The API is shown at `/docs` and `/openapi.json`."""
     being_read: RequestsBeingRead = field(default_factory=RequestsBeingRead)
     answers: ByteBudget = field(
         default_factory=partial(ByteBudget, "long answers wait to be read", exempt=EXEMPT_BYTES)
@@ -148,6 +151,11 @@ class HttpApi:
             routes += [
                 Route("/v1/csps/state", _guarded(self.show_state), methods=["GET"]),
                 Route("/ui", _guarded(self.page), methods=["GET"]),
+            ]
+        if self.docs:
+            routes += [
+                Route("/openapi.json", _guarded(self.openapi), methods=["GET"]),
+                Route("/docs", _guarded(self.show_docs), methods=["GET"]),
             ]
         return Starlette(
             routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
@@ -214,6 +222,14 @@ class HttpApi:
             media_type="text/html; charset=utf-8",
             headers={"content-security-policy": PAGE_POLICY, "cache-control": "no-cache"},
         )
+
+    async def openapi(self, request: Request) -> Response:
+        """Handle `GET /openapi.json`."""
+        return JSONResponse(openapi_document())
+
+    async def show_docs(self, request: Request) -> Response:
+        """Handle `GET /docs`."""
+        return Response(docs_page(), media_type="text/html")
 
     async def _question(self, question: Question, request: Request) -> Response:
         """Answer what needs the tokenizer and no model."""

@@ -213,7 +213,7 @@ class QueueSettings(SettingsSection):
 
 
 class HttpSettings(SettingsSection):
-    """Limits for clients that stop in the middle of a request; each gets a 408.
+    """What clients may do. One that stops in the middle of a request gets a 408.
 
     The limit for headers belongs to the reverse proxy (`services.http.header_deadline`).
     """
@@ -227,6 +227,8 @@ class HttpSettings(SettingsSection):
     server (`auth.diagnostics`)."""
     request_templates: bool = False
     """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
+    docs: bool = False
+    """True shows the API at `/docs`, and as an OpenAPI document at `/openapi.json`, to everyone."""
 
 
 class TlsSettings(SettingsSection):
@@ -411,11 +413,11 @@ class Settings(SettingsSection):
     default_max_tokens: Count | None = None
     """Answer length of a chat request that does not set one. None: a quarter of the KV slots of the
     gang that decodes, at most 4,096 and at most what is left of the context."""
-    tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3", "harmony", "none"] = "auto"
     """How the model writes calls of tools; `auto`: as its chat template shows."""
-    reasoning: Literal["auto", "think", "none"] = "auto"
+    reasoning: Literal["auto", "think", "harmony", "none"] = "auto"
     """How the model writes its reasoning, which answers have apart from their text: `think` for
-    `<think>`; `auto`: as its chat template shows."""
+    `<think>`, `harmony` for the channels of gpt-oss; `auto`: as its chat template shows."""
     max_body_bytes: Count = 32 * 1024 * 1024
     api_keys_file: str | None = None
     """File of client keys, each as `KEY` or `NAME KEY`, which is read again when it changes;
