@@ -33,6 +33,7 @@ Phase = Literal[
     "linear",
     "mlp",
     "last rows",
+    "prompt log-probabilities",
     "all-gather",
     "reduce-scatter",
     "importance exchange",
@@ -274,7 +275,7 @@ def traced_step(
 ) -> Iterator[TraceSpan]:
     """Open the span of a step on one rank. Leave what the step enters inside of it: transfers
     report their times when they end."""
-    attributes = {
+    attributes: dict[str, str | int | float | tuple[int, ...]] = {
         "csps.job": step.step_id,
         RANK: rank,
         "csps.strategy": step.strategy,

@@ -168,7 +168,8 @@ class Handover:
         none if that is unknown."""
         try:
             missing = self._roles - (await self._directory.census()).begun
-            if missing and await asyncio.to_thread(self._feasible):
+            feasible = bool(missing) and await asyncio.to_thread(self._feasible)
+            if feasible:
                 return missing
         except Exception as exc:  # whatever a directory, or Serve, may raise
             _log.info("cannot see which gangs lack room, retrying: %s", exc)

@@ -196,7 +196,8 @@ class GeneratedResponse:
                 grown(sum(body.bytes for body in bodies))
         for prompt in prompts:
             async for _ in prompt.encode():
-                grown(sum(each.bytes for each in (*bodies, *prompts)))
+                held = sum(body.bytes for body in bodies) + sum(each.held_bytes for each in prompts)
+                grown(held)
         chat = self._options.endpoint == "chat"
         choices = [
             bodies[choice.index].pieces(
@@ -370,7 +371,7 @@ class _PromptAnswer:
         self._listed = None if options.prompt_logprobs is None else PromptLogprobsList()
 
     @property
-    def bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes so far, about."""
         return sum(part.bytes for part in (self.echoed, self._listed) if part is not None)
 
