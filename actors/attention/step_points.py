@@ -87,7 +87,7 @@ def step_points(step: PrefillStep, shape: ModelShape) -> StepPoints:
     counts = _Counts(step, shape)
     begin, mlp = (1,), (counts.mlp,)
     middle = (begin + counts.attention(index) + mlp for index in range(shape.layers - 1))
-    last = begin
+    last: tuple[int, ...] = begin
     if step.prompt_logprobs:
         last = begin + counts.attention(shape.layers - 1) + (counts.mlp + counts.logits,)
     return StepPoints((*middle, last))

@@ -168,9 +168,9 @@ class Handover:
         none if that is unknown."""
         try:
             missing = self._roles - (await self._directory.census()).begun
-            if missing:
-                feasible: bool = await asyncio.to_thread(self._feasible)
-                return missing if feasible else frozenset()
+            feasible = bool(missing) and await asyncio.to_thread(self._feasible)
+            if feasible:
+                return missing
         except Exception as exc:  # whatever a directory, or Serve, may raise
             _log.info("cannot see which gangs lack room, retrying: %s", exc)
         return frozenset()

@@ -40,10 +40,12 @@ from csps.services.http.answer_parts import AnswerParts
 from csps.services.http.body import end_tasks
 from csps.services.http.body_parser import AnswerOptions, Endpoint
 from csps.services.http.errors import last_event
+from csps.services.http.harmony_parts import HarmonyParts
 from csps.services.http.request_parser import ParsedRequest
 from csps.services.requests.prompt_logprobs import KnownPromptLogprobs
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.story import story
 from csps.services.telemetry.request_trace import RequestTrace
 
 Encoder = CompletionStream | ChatStream | MessagesAnswer | ResponsesAnswer
@@ -194,7 +196,8 @@ class GeneratedResponse:
                 grown(sum(body.bytes for body in bodies))
         for prompt in prompts:
             async for _ in prompt.encode():
-                grown(sum(each.bytes for each in (*bodies, *prompts)))
+                held = sum(body.bytes for body in bodies) + sum(each.held_bytes for each in prompts)
+                grown(held)
         chat = self._options.endpoint == "chat"
         choices = [
             bodies[choice.index].pieces(
@@ -347,7 +350,9 @@ class GeneratedResponse:
         return Usage.of(self._prompt_tokens, self._tokens, self._cached_tokens)
 
     def _report(self) -> dict[str, Any] | None:
-        return self.handle.explain() if self._options.explain else None
+        if not self._options.explain:
+            return None
+        return {**self.handle.explain(), "story": story(self.handle)}
 
 
 class _PromptAnswer:
@@ -366,7 +371,7 @@ class _PromptAnswer:
         self._listed = None if options.prompt_logprobs is None else PromptLogprobsList()
 
     @property
-    def bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes so far, about."""
         return sum(part.bytes for part in (self.echoed, self._listed) if part is not None)
 
@@ -517,8 +522,11 @@ class _Choice:
             raise Cancelled("the request ended without an answer")
 
 
-def _splitter(options: AnswerOptions) -> AnswerParts | None:
+def _splitter(options: AnswerOptions) -> AnswerParts | HarmonyParts | None:
     """Return what finds reasoning and calls in an answer; None if it may have neither."""
+    if options.reasoning == "harmony":
+        calls = options.tool_format == "harmony"
+        return HarmonyParts(calls=calls, parallel=options.parallel_calls)
     if options.tool_format is None and options.reasoning == "none":
         return None
     return AnswerParts(
@@ -541,7 +549,7 @@ class AnswerText:
         index: int = 0,
         include_stop: bool = False,
         begins_with: str = "",
-        parts: AnswerParts | None = None,
+        parts: AnswerParts | HarmonyParts | None = None,
         include_reasoning: bool = True,
     ) -> None:
         """Args:
@@ -600,7 +608,7 @@ class AnswerText:
         )
 
     def _split(
-        self, splitter: AnswerParts, text: str, reason: FinishReason | None
+        self, splitter: AnswerParts | HarmonyParts, text: str, reason: FinishReason | None
     ) -> tuple[Sequence[Part], FinishReason | None]:
         """Return the parts of some text, and why the answer ends with it."""
         parts = splitter.push(text)
