@@ -251,6 +251,15 @@ def _text_only(value: Any) -> list[str]:
     return ["text"]
 
 
+MAX_SESSION_CHARACTERS = 256
+"""Characters of a conversation's name that count."""
+
+
+def _session(value: Any) -> str | None:
+    """Return a conversation's name. It cannot change the answer, so nothing is wrong about one."""
+    return str(value)[:MAX_SESSION_CHARACTERS] if isinstance(value, str | int) else None
+
+
 _IGNORE = PlainValidator(lambda value: None)
 Ignored = Annotated[Any, _IGNORE]
 """Type of fields that cannot change the answer: any value, read as None."""
@@ -341,7 +350,8 @@ class GenerationRequest(JsonModel):
     # vLLM's, ignored
     request_id: Ignored = None
     return_mm_kwargs: Ignored = None
-    session_id: Ignored = None
+    session_id: Annotated[Any, PlainValidator(_session)] = None
+    """Name of the conversation, for traces of requests."""
     stream_interval: Ignored = None
 
     return_progress: bool = False

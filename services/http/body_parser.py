@@ -169,6 +169,8 @@ class ParsedBody:
     prompt_logprobs: int | None
     """Alternatives to find for each prompt token; None for no log-probabilities."""
     answer: AnswerOptions
+    session: str | None = None
+    """Name of the conversation, if the client gives it one."""
 
 
 class BodyParser:
@@ -371,6 +373,7 @@ class BodyParser:
             prefix=prefix,
             prompt_logprobs=logprobs,
             answer=answer,
+            session=request.session_id,
         )
 
     def _answer(self, request: GenerationRequest, endpoint: Endpoint) -> AnswerOptions:

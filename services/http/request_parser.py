@@ -142,6 +142,7 @@ class RequestParser:
             deadline_s=self._deadline_s,
             prefix=body.prefix,
             hashes=prompt.hashes,
+            session=body.session,
             prompt_logprobs=body.prompt_logprobs,
         )
 

@@ -151,6 +151,8 @@ class RequestSpec:
     """Prefix-cache key for lookup and insertion; None disables prefix caching for this request."""
     hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's whole blocks."""
+    session: str | None = None
+    """Client's name of the conversation, for traces of requests."""
     prompt_logprobs: int | None = None
     """Number of likeliest tokens to report beside the log-probability of each of the prompt's
     tokens; None reports none. Such a prompt is computed as a whole, without cached KV."""

@@ -56,6 +56,7 @@ class LiveRequests:
         post_event: takes events for the scheduler.
         on_first_token: called with the handle at the answer's first token, to learn latencies.
         limiter: counts what API keys use.
+        on_ended: called with each admitted request that has ended.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class LiveRequests:
         post_event: Callable[[AnyEvent], None],
         on_first_token: Callable[[RequestHandle], None],
         limiter: KeyLimiter,
+        on_ended: Callable[[RequestHandle], None] = lambda handle: None,
     ) -> None:
-        self._observer, self._post_event = observer, post_event
+        self._observer, self._post_event, self._on_ended = observer, post_event, on_ended
         self._on_first_token, self._limiter = on_first_token, limiter
         self._live: dict[RequestId, RequestHandle] = {}
         self._unread = UnreadTokens()
@@ -287,6 +289,7 @@ class LiveRequests:
         """End a request with an error, before or within its answer."""
         handle.fail(error)
         self._remove(handle)
+        self._on_ended(handle)
         self._observer.failed(handle, error)
 
     def revoke(self, handle: RequestHandle) -> None:
@@ -316,6 +319,7 @@ class LiveRequests:
     def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
         handle.finish(reason)
         self._remove(handle)
+        self._on_ended(handle)
         self._observer.finished(handle, reason)
 
     def _remove(self, handle: RequestHandle) -> None:

@@ -42,6 +42,7 @@ from csps.services.scheduling.events.events import (
     Standby,
 )
 from csps.services.scheduling.policies.registry import own_way
+from csps.services.telemetry.load_trace import LoadTrace
 from csps.services.telemetry.observer import (
     NullObserver,
     RequestObserver,
@@ -66,6 +67,7 @@ class RequestService:
         shape: the served model's attention, which limits the sparse attention it allows.
         recorder: writes the scheduler's decision log, if one is kept.
         limiter: limits of API keys; None: there are none.
+        load_trace: records the requests; None: nothing does.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RequestService:
         observer: RequestObserver | None = None,
         recorder: DecisionLog | None = None,
         limiter: KeyLimiter | None = None,
+        load_trace: LoadTrace | None = None,
     ) -> None:
         self._cluster, self._scheduler, self._shape = cluster, scheduler, shape
         self._costs = costs
@@ -90,6 +93,7 @@ class RequestService:
             self._driver.post_event,
             guarded(costs.record_first_token),
             self._limiter,
+            (lambda handle: None) if load_trace is None else guarded(load_trace.record),
         )
         self._steps = RunningSteps(
             costs.measured, self._observer, self._requests, self._driver.post_event
@@ -225,7 +229,7 @@ class RequestService:
         try:
             self._check_open()
             self._limiter.check_request(api_key)
-            if (refusal := self._scheduler.refusal_unread(ahead)) is not None:
+            if (refusal := self._scheduler.refusal_unread(api_key.tenant, ahead=ahead)) is not None:
                 raise error_of(refusal)
         except RequestError as error:
             self._observer.refused(error, slo)

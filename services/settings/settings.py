@@ -333,6 +333,10 @@ class TelemetrySettings(SettingsSection):
     unless the `tracestate` of a client that may (`auth.diagnostics`) asks for it; more than
     `sample` has no effect. 0 by default: a long prompt has thousands of phases, and the next step
     waits while they are recorded."""
+    request_trace: str | None = None
+    """File that records lengths, times, conversations and objectives of all requests, without
+    text, for `csps simulate`, `csps rates` and `csps bench`. A file of 64 MiB, and that of the
+    router before, becomes `NAME.1`."""
     project: str = "csps"
     """Value of `openinference.project.name`, which groups traces in Arize Phoenix."""
     metrics_prefix: MetricsPrefix = "csps"
@@ -341,7 +345,13 @@ class TelemetrySettings(SettingsSection):
 
     def resolved(self) -> Self:
         """Return a copy with absolute paths."""
-        return self.model_copy(update={"spans_dir": _absolute(self.spans_dir)})
+        trace = self.request_trace
+        return self.model_copy(
+            update={
+                "spans_dir": _absolute(self.spans_dir),
+                "request_trace": None if trace is None else _absolute(trace),
+            }
+        )
 
 
 class TopologySettings(SettingsSection):

@@ -65,6 +65,11 @@ COMMANDS = {
     "simulate": Subcommand(
         "loadgen.simulator.simulate", "main", "run a scheduling policy on a simulated cluster"
     ),
+    "capacity": Subcommand(
+        "loadgen.simulator.capacity_command",
+        "main",
+        "find the load that hardware carries, or the hardware for a load",
+    ),
     "plan": Subcommand(
         "loadgen.planner.command",
         "main",

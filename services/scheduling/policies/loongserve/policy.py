@@ -256,7 +256,7 @@ class _Round:
             self._model,
             future_slots=self.unused - moving,
             average_decode_ns=self._pair.decode.decode_ns,
-            most=max(0, min(most_requests(available), room)),
+            most=max(0, min(most_requests(available), room, self._options.max_prompts or room)),
             max_num_ooe=self._options.max_num_ooe,
         )
         return dispatcher.dispatch(self._pending(), idle, batches)
