@@ -4,11 +4,18 @@ API."""
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from csps.protocols.attention.csa import ALL_QUERIES, CsaSettings, ntp_only
 from csps.protocols.attention.plan import ASKED_RINGS, AskedRing, Objective, RequestClass
@@ -38,6 +45,19 @@ def fail(text: str, field: str | None = None) -> NoReturn:
     raise PydanticCustomError("csps", "{text}", {"text": text, "field": field})
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked(AfterValidator):
+    """A check that JSON schemas show."""
+
+    shown: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What they say of it."""
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return handler(schema) | self.shown
+
+
 def between(low: float, high: float) -> AfterValidator:
     """Validate that a number is in [low, high]."""
 
@@ -46,7 +66,7 @@ def between(low: float, high: float) -> AfterValidator:
             fail(f"must be between {low} and {high}, got {shown(value)}")
         return value
 
-    return AfterValidator(check)
+    return _Checked(check, {"minimum": low, "maximum": high})
 
 
 def above(low: float, high: float = math.inf) -> AfterValidator:
@@ -58,7 +78,8 @@ def above(low: float, high: float = math.inf) -> AfterValidator:
             fail(f"must be greater than {low}{limit}, got {shown(value)}")
         return value
 
-    return AfterValidator(check)
+    bounds = {"exclusiveMinimum": low} | ({} if high == math.inf else {"maximum": high})
+    return _Checked(check, bounds)
 
 
 def only(supported: object) -> AfterValidator:
@@ -69,7 +90,7 @@ def only(supported: object) -> AfterValidator:
             fail(f"only {shown(supported)} is supported, got {shown(value)}")
         return value
 
-    return AfterValidator(check)
+    return _Checked(check, {"const": supported})
 
 
 def shown(value: object) -> str:
@@ -144,11 +165,15 @@ class _CsaOptions(JsonModel):
 
     levels: Annotated[int, between(1, MAX_LEVELS)] | None = None
     """N_v."""
-    drop_ratio: Annotated[tuple[tuple[float, ...], ...] | None, PlainValidator(_drop_ratios)] = None
+    drop_ratio: Annotated[
+        tuple[tuple[float, ...], ...] | None,
+        PlainValidator(_drop_ratios, json_schema_input_type=float | list[float | list[float]]),
+    ] = None
     """p of level 2, in [0, 1): a number, or an array by layer, whose items may be arrays by KV
     head. The last item holds for all further layers."""
     micro_partitions: Annotated[
-        tuple[tuple[int, ...], ...] | None, PlainValidator(_micro_partitions)
+        tuple[tuple[int, ...], ...] | None,
+        PlainValidator(_micro_partitions, json_schema_input_type=int | list[int | list[int]]),
     ] = None
     """M: a number, an array by level, or an array of these by layer. The last item holds for all
     further levels or layers."""

@@ -58,6 +58,7 @@ from csps.services.http.answer_parts import (
     reasons,
     tool_format_of,
 )
+from csps.services.http.harmony_parts import in_final_channel, with_thinking, writes_harmony
 from csps.services.requests.request_spec import PrefixKey
 from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
@@ -83,9 +84,9 @@ class ServedModel:
     """Prompts get prefix-cache keys."""
     chat_template: str | None = None
     """File with a template that replaces the checkpoint's."""
-    tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3", "harmony", "none"] = "auto"
     """Format of the model's calls of tools; "auto": as its chat template shows."""
-    reasoning: Literal["auto", "think", "none"] = "auto"
+    reasoning: Literal["auto", "think", "harmony", "none"] = "auto"
     """Format of the model's reasoning."""
     request_templates: bool = False
     """Requests may bring a chat template of their own."""
@@ -164,6 +165,7 @@ class ParsedBody:
     open: bool
     given: tuple[str, ...]
     refuse_unmet: bool
+    priority: int
     strategy: AskedRing | None
     prefix: PrefixKey | None
     prompt_logprobs: int | None
@@ -193,6 +195,9 @@ class BodyParser:
         source = "" if self._template is None else self._template.source
         self._reasons = model.reasoning == "think" or (
             model.reasoning == "auto" and reasons(source)
+        )
+        self._harmony = model.reasoning == "harmony" or (
+            model.reasoning == "auto" and writes_harmony(source)
         )
         self._tool_format: ToolFormat | None = None
         if model.tool_format == "auto":
@@ -317,12 +322,17 @@ class BodyParser:
     def _chat(self, request: ChatCompletionRequest, endpoint: Endpoint, owner: bytes) -> ParsedBody:
         tool_format = self._format_for(request)
         text = self._rendered(request)
-        reasoning = reasoning_after(text) if self._reasons else "none"
+        reasoning: Reasoning = "harmony" if self._harmony else "none"
+        if self._reasons and not self._harmony:
+            reasoning = reasoning_after(text)
         prefix = self._prefix(request, owner)
         prompt = self._prompt(request, text, prefix, special=request.add_special_tokens)
         grammar = self._grammar(request, reasoning)
         if request.choice.mode in ("required", "named") and tool_format is not None:
-            grammar = self._checked(_calls(request, tool_format), reasoning, "tools")
+            allowed = _calls(request, tool_format)
+            # The grammar of calls in harmony's channels has the reasoning in it.
+            before = "none" if tool_format == "harmony" else reasoning
+            grammar = self._checked(allowed, before, "tools")
         last = request.messages[-1]
         return self._parsed(
             request,
@@ -336,6 +346,8 @@ class BodyParser:
                 tool_format=tool_format,
                 parallel_calls=request.parallel_tool_calls,
                 reasoning=reasoning,
+                # The marks between the messages of an answer are special tokens.
+                skip_special_tokens=request.skip_special_tokens and not self._harmony,
                 include_reasoning=request.include_reasoning,
             ),
         )
@@ -369,6 +381,7 @@ class BodyParser:
             open=is_open,
             given=given if is_open else (),
             refuse_unmet=options.unmet == "refuse",
+            priority=request.priority,
             strategy=options.ring,
             prefix=prefix,
             prompt_logprobs=logprobs,
@@ -469,6 +482,8 @@ class BodyParser:
     def _rendered(self, request: ChatCompletionRequest) -> str:
         template = self._template_for(request)
         messages = [message.for_template() for message in request.messages]
+        if self._harmony:
+            messages = list(map(with_thinking, messages))
         text = template.render(
             messages,
             add_generation_prompt=request.add_generation_prompt,
@@ -525,7 +540,9 @@ class BodyParser:
             raise NeedsProcess
         try:
             grammar = form if isinstance(form, str) else _grammar_of(form)
-            if reasoning != "none":
+            if reasoning == "harmony":
+                grammar = in_final_channel(grammar)
+            elif reasoning != "none":
                 grammar = after_reasoning(grammar, begun=reasoning == "open")
             self._grammars.check(grammar)
         except InvalidTextError as error:
