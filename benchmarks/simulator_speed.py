@@ -35,15 +35,20 @@ LLAMA3_8B = {
 
 
 def cluster(instances: int, *, elastic: bool) -> ClusterModel:
-    """Return as many A100 as given that prefill, and as many that decode, or that do both."""
+    """Return as many A100 as given that prefill, and as many that decode, or that do both.
+
+    From eight on, each server that decodes is one instance, as in Tetris' paper.
+    """
     per_server = min(8, instances)
     server = {"count": instances // per_server, "instances": per_server, "kv_slots": 400_000}
-    permissions = [["prefill", "decode"]] if elastic else [["prefill"], ["decode"]]
+    decode = server if instances < 8 else {**server, "instances": 1, "tp": 8}
     return parse_cluster(
         {
-            "servers": [
-                {**server, "rack": rack, "permissions": permission}
-                for rack, permission in enumerate(permissions)
+            "servers": [{**server, "permissions": ["prefill", "decode"]}]
+            if elastic
+            else [
+                {**server, "permissions": ["prefill"]},
+                {**decode, "rack": 1, "permissions": ["decode"]},
             ],
             "links": {
                 "inside": {"gbps": 2400, "latency_us": 10},
@@ -92,7 +97,7 @@ ROWS = [
     Row("context_parallel", 4, 0.5, 50_000, elastic=True),
     Row("chunked_prefill", 4, 0.5, 50_000, elastic=True, options=CHUNKS),
     Row("loongserve", 32, 4.0, 20_000, elastic=True),
-    Row("tetris", 128, 30.0, 60_000),
+    Row("tetris", 128, 20.0, 60_000),
 ]
 
 

@@ -198,14 +198,14 @@ def _times(cost: StepCost, k: int) -> StepCost:
 def test_requests_go_on_when_gangs_die(policy: str, elastic: bool) -> None:
     """Every answer is whole, every slot is freed, and cancelled requests get nothing more."""
     model = cluster(elastic=elastic)
-    arrivals = chats(random.Random(6), 100, 3.0)
+    arrivals = chats(random.Random(6), 70, 3.0)
     first: GangRole = "elastic" if elastic else "decode"
     second: GangRole = "elastic" if elastic else "prefill"
     faults = [
-        GangFault(at_ns=arrivals[40].at_ns + 50_000_000, role=first),
-        GangFault(at_ns=arrivals[40].at_ns + 4_000_000_000, role=first, up=True),
-        GangFault(at_ns=arrivals[80].at_ns + 50_000_000, role=second),
-        GangFault(at_ns=arrivals[80].at_ns + 1_000_000_000, role=second, up=True),
+        GangFault(at_ns=arrivals[20].at_ns + 50_000_000, role=first),
+        GangFault(at_ns=arrivals[20].at_ns + 4_000_000_000, role=first, up=True),
+        GangFault(at_ns=arrivals[55].at_ns + 50_000_000, role=second),
+        GangFault(at_ns=arrivals[55].at_ns + 1_000_000_000, role=second, up=True),
     ]
     gone = [
         Abandoned(at_ns=arrivals[index].at_ns + 300_000_000, request=index + 1) for index in (5, 50)
@@ -264,7 +264,7 @@ for policy, elastic in POLICIES:
     def observe(now_ns, events, commands):
         digest.update(f"{now_ns} {events} {commands}".encode())
     scheduler = scheduler_of(model, policy, policy_options(policy))
-    arrivals = chats(random.Random(9), 25, 3.0)
+    arrivals = chats(random.Random(9), 15, 3.0)
     found = Simulator(scheduler, model, arrivals, observer=observe).run()
     times = [outcome.token_ns for outcome in found.outcomes]
     print(policy, elastic, digest.hexdigest(), hashlib.sha256(repr(times).encode()).hexdigest())
