@@ -115,7 +115,7 @@ def _all_lines(state: dict[str, Any], columns: int) -> Iterator[str]:
 
 
 def _step(step: dict[str, Any]) -> str:
-    chunk = step["chunks"][0] if step["chunks"] else {"request": "?"}
+    chunk: dict[str, Any] = step["chunks"][0] if step["chunks"] else {"request": "?"}
     name = _printable(chunk["request"])
     if "length" in chunk:
         start = chunk["start"]
@@ -130,8 +130,8 @@ def _printable(name: str) -> str:
 
 def _meter(instance: dict[str, Any], columns: int) -> str:
     slots = max(1, instance["kv_slots"])
-    used = round(columns * instance["kv_used"] / slots)
-    cached = min(columns - used, round(columns * instance["kv_cached"] / slots))
+    used: int = round(columns * instance["kv_used"] / slots)
+    cached: int = min(columns - used, round(columns * instance["kv_cached"] / slots))
     return FULL * used + CACHED * cached + FREE * (columns - used - cached)
 
 
