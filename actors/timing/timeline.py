@@ -20,7 +20,14 @@ from typing import Literal
 from opentelemetry import trace
 
 from csps.protocols.gang.step_messages import PrefillStep
-from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, below, span, wants_timeline
+from csps.protocols.rpc.trace_context import (
+    NO_SPAN,
+    SpanAttribute,
+    TraceSpan,
+    below,
+    span,
+    wants_timeline,
+)
 
 Phase = Literal[
     "qkv",
@@ -275,7 +282,7 @@ def traced_step(
 ) -> Iterator[TraceSpan]:
     """Open the span of a step on one rank. Leave what the step enters inside of it: transfers
     report their times when they end."""
-    attributes: dict[str, str | int | float | tuple[int, ...]] = {
+    attributes: dict[str, SpanAttribute] = {
         "csps.job": step.step_id,
         RANK: rank,
         "csps.strategy": step.strategy,
