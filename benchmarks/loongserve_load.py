@@ -132,7 +132,7 @@ def means_ms(outcomes: Sequence[RequestOutcome]) -> tuple[float, float, float]:
     total = first = output = 0.0
     for outcome in outcomes:
         prompt, answer = outcome.arrival.prompt_tokens, outcome.arrival.output_tokens
-        total += (outcome.ended_ns - outcome.arrival.at_ns) / 1e6 / (prompt + answer)
+        total += (outcome.ended_ns - outcome.due_ns) / 1e6 / (prompt + answer)
         first += outcome.ttft_ns / 1e6 / prompt
         output += _tpot_s(outcome) * 1e3
     count = len(outcomes)

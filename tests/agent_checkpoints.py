@@ -56,3 +56,15 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
 
 WEATHER = tool("weather", city={"enum": ["Oslo", "Rome"]})
 CLOCK = tool("clock", zone={"type": "integer", "minimum": -11, "maximum": 12})
+
+HARMONY_TEMPLATE = """\
+{%- for tool in tools or [] %}<|start|>developer<|message|>{{ tool | tojson }}<|end|>{% endfor %}
+{%- for message in messages %}
+{%- if message.thinking is defined %}<|start|>assistant<|channel|>analysis<|message|>
+{{- message.thinking }}<|end|>{% endif %}
+{%- for call in message.tool_calls or [] %}<|start|>assistant to=functions.{{ call.function.name -}}
+<|channel|>commentary json<|message|>{{ call.function.arguments | tojson }}<|call|>{% endfor %}
+{%- if message.content %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""

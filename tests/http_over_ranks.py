@@ -32,6 +32,7 @@ from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import KvReuseSettings, Settings
+from csps.services.telemetry.load_trace import LoadTrace
 from csps.services.telemetry.metrics import Metrics
 
 OPTIONS = {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256}
@@ -85,6 +86,7 @@ async def served(
     overrides: dict[str, Any] | None = None,
     keys: Sequence[str] = (),
     elastic: bool = False,
+    load_trace: LoadTrace | None = None,
 ) -> AsyncIterator[Served]:
     """Serve the checkpoint as `tiny` with two prefill instances and two decode ranks, or with an
     elastic gang of three instances; without a configurator all attention is exact.
@@ -118,7 +120,7 @@ async def served(
             reuse=make_reuse(settings),
         )
         service = await stack.enter_async_context(
-            _service(gangs, scheduler, costs, settings, metrics)
+            _service(gangs, scheduler, costs, settings, metrics, load_trace)
         )
         parser = RequestParser(settings)
         parser_pool = ParserPool(parser.body_parser)
@@ -152,6 +154,7 @@ async def _service(
     costs: CostTableService,
     settings: Settings,
     metrics: Metrics,
+    load_trace: LoadTrace | None,
 ) -> AsyncIterator[RequestService]:
     view = ClusterView(**{gang.plan.role: gang.members for gang in gangs})
     cluster = Cluster(
@@ -163,7 +166,12 @@ async def _service(
     )
     shape = attention_shape(settings)
     service = RequestService(
-        cluster=cluster, scheduler=scheduler, costs=costs, shape=shape, observer=metrics
+        cluster=cluster,
+        scheduler=scheduler,
+        costs=costs,
+        shape=shape,
+        observer=metrics,
+        load_trace=load_trace,
     )
     try:
         await service.start()

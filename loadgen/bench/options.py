@@ -75,6 +75,18 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def add_ignored_fields(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option for fields of a trace that are left out."""
+    parser.add_argument(
+        "--ignore-fields",
+        type=lambda word: tuple(filter(None, word.split(","))),
+        default=(),
+        metavar="NAME,NAME",
+        help="fields of a trace to leave out; others that are unknown or cannot be honored are "
+        "errors",
+    )
+
+
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the workload."""
     group = parser.add_argument_group("workload")
@@ -87,6 +99,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dataset-path", "--trace", type=Path, help="JSONL with lengths or prompts (Mooncake's)"
     )
+    add_ignored_fields(group)
     group.add_argument(
         "--num-prompts", type=_prompts, help="default: 1000, or the whole file, as -1 is"
     )

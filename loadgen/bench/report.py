@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from csps.loadgen.report.page import draw_all, page
+from csps.loadgen.report.page import draw_all, write_page
 from csps.loadgen.results.result import Result, read_result
 from csps.protocols.core.errors import ConfigError
 
@@ -17,8 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command."""
     arguments = parse(argv)
     results = sorted(map(read_result, _paths(arguments.results)), key=_by_label_and_rate)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(page(results, arguments.title), encoding="utf-8")
+    write_page(results, arguments.output, arguments.title)
     print(f"report: {arguments.output}")
     if arguments.png_dir:
         arguments.png_dir.mkdir(parents=True, exist_ok=True)

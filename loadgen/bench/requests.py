@@ -22,7 +22,13 @@ from csps.loadgen.workloads.request import (
     fit,
 )
 from csps.loadgen.workloads.text import Writer
-from csps.loadgen.workloads.traces import at_rate, read_sharegpt, read_trace, write_trace
+from csps.loadgen.workloads.traces import (
+    TraceRules,
+    at_rate,
+    read_sharegpt,
+    read_trace,
+    write_trace,
+)
 from csps.models.needle_prompts.words import Count
 from csps.protocols.core.errors import ConfigError
 
@@ -30,6 +36,8 @@ DEFAULT_PROMPTS = 1000
 RANDOM_OUTPUT = 128
 SHORTEST_SCALED = 32
 """Shortest scaled prompt: it has room for a question, so that answers can be checked."""
+OWN_ATTENTION = {"cls": "a name does not say which attention the request set"}
+"""Reasons why fields of a trace cannot be sent to a server."""
 SPECIAL_TOKENS = 8
 """Positions left for special tokens that a server adds to a prompt."""
 
@@ -156,7 +164,10 @@ def _read_from_file(arguments: argparse.Namespace, positions: int | None) -> Fit
     if arguments.dataset_name == "sharegpt":
         requests = _sharegpt(arguments)
     else:
-        requests = read_trace(arguments.dataset_path, speedup=arguments.arrival_speedup_ratio)
+        rules = TraceRules(refused=OWN_ATTENTION, ignored=arguments.ignore_fields)
+        requests = read_trace(
+            arguments.dataset_path, speedup=arguments.arrival_speedup_ratio, rules=rules
+        )
         requests = requests[: arguments.num_prompts]
         if arguments.request_rate < float("inf"):
             requests = at_rate(requests, arguments.request_rate)

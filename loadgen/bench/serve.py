@@ -37,9 +37,8 @@ from csps.loadgen.bench.requests import (
 from csps.loadgen.bench.server_metrics import between, totals
 from csps.loadgen.client.client import ENDPOINTS, LoadClient, RequestFormat, Transcript
 from csps.loadgen.client.connection import Server
-from csps.loadgen.results.record import Slo
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
-from csps.loadgen.workloads.request import WorkloadRequest
+from csps.loadgen.workloads.request import Slo, WorkloadRequest
 from csps.protocols.core.errors import ConfigError, FaultError
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import uvloop
 from csps.loadgen.bench import options
 from csps.loadgen.bench.requests import load_requests
 from csps.loadgen.bench.serve import SEED_STEP, Target, measure, run_of
-from csps.loadgen.results.record import Slo
 from csps.loadgen.results.result import Result, write_result
+from csps.loadgen.workloads.request import Slo
 from csps.protocols.core.errors import ConfigError, FaultError
 
 

@@ -185,6 +185,10 @@ def _error_message(error: Any) -> str:
     return str(message)[:MAX_ERROR]
 
 
+def _seconds(ns: int | None) -> float | None:
+    return None if ns is None else ns / 1e9
+
+
 REQUEST_S = 600.0
 """Default time limit of a whole answer."""
 
@@ -248,8 +252,11 @@ class LoadClient:
             sent_ns = self.now_ns()
             self.counts.running += 1
             try:
-                error = await self._exchange(payload, answer)
+                async with asyncio.timeout(_seconds(request.leaves_after_ns)):
+                    error = await self._exchange(payload, answer)
                 status = "failed" if error else "completed"
+            except TimeoutError:
+                pass  # the client gave up, as the workload says
             finally:
                 self.counts.running -= 1
                 if self._slots is not None:
@@ -297,6 +304,7 @@ class LoadClient:
             error=error,
             correct=self._is_right(request, answer) if done else None,
             objective=request.objective,
+            slo=request.slo,
             text=answer.text,
         )
         self.records.append(record)

@@ -156,6 +156,19 @@ def series_of(column: str, ylabel: str, *, per_second: bool) -> Draw:
     return draw
 
 
+def kv_use(axis: Axes, results: Sequence[Result]) -> None:
+    """Plot the share of KV slots in use over time, for each gang of simulated runs."""
+    for number, result in enumerate(results):
+        use = result.get("kv_use", {"times_s": []})
+        for dashes, (gang, shares) in zip(
+            ("-", "--"), ((key, use[key]) for key in use if key != "times_s"), strict=False
+        ):
+            label = f"{name(result)}, {gang}"
+            color = style(number)["color"]
+            axis.step(use["times_s"], shares, dashes, where="post", label=label, color=color)
+    _finish(axis, xlabel="time (s)", ylabel="share of slots")
+
+
 def over_rate(column: str, ylabel: str) -> Draw:
     """Return a plot of a field over the request rate, a line for each label."""
 

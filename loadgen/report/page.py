@@ -28,6 +28,7 @@ ROWS = (
     ("requests/s", "request_throughput", "{:.3f}"),
     ("goodput (req/s)", "request_goodput", "{:.3f}"),
     ("within SLO", "slo_attainment", "{:.1%}"),
+    ("prefill instances busy", "prefill_utilization", "{:.1%}"),
     ("tokens out/s", "output_throughput", "{:,.1f}"),
     ("tokens/s", "total_token_throughput", "{:,.0f}"),
     ("peak concurrency", "max_concurrent_requests", "{:,d}"),
@@ -54,6 +55,7 @@ _OF_EVERY_RUN: tuple[tuple[str, str, figures.Draw], ...] = (
     ("ttft-over-time", "TTFT over the run", figures.ttft_over_time),
     ("running", "Requests under way", figures.series_of("running", "requests", per_second=False)),
     ("chunks", "Pieces of answers", figures.series_of("chunks", "per second", per_second=True)),
+    ("kv-use", "KV slots in use (simulated)", figures.kv_use),
 )
 
 
@@ -78,6 +80,12 @@ def page(results: Sequence[Result], title: str) -> str:
             {result["workload_source"] for result in results if result.get("workload_source")}
         ),
     )
+
+
+def write_page(results: Sequence[Result], path: Path, title: str) -> None:
+    """Write the HTML page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(results, title), encoding="utf-8")
 
 
 def draw_all(results: Sequence[Result]) -> NamedFigures:

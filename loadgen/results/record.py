@@ -1,4 +1,4 @@
-"""Records of single requests, service level objectives, and latency statistics.
+"""Records of single requests, and latency statistics.
 
 Records are the same for a server and for the simulator. Statistics have the field names of `vllm
 bench serve`.
@@ -12,8 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from csps.loadgen.workloads.request import RequestObjective
-from csps.protocols.core.errors import ConfigError, nearest
+from csps.loadgen.workloads.request import RequestObjective, Slo
 
 Status = Literal["completed", "failed", "cancelled"]
 
@@ -45,6 +44,8 @@ class RequestRecord:
     correct: bool | None = None
     """True if the answer was right. None: unknown."""
     objective: RequestObjective | None = None
+    slo: Slo | None = None
+    """The request's own bounds. None: those of the run."""
     text: str = ""
     """Text of the answer."""
 
@@ -85,58 +86,30 @@ class RequestRecord:
         """Return the gaps between chunks."""
         return [(b - a) / 1e9 for a, b in zip(self.chunk_ns, self.chunk_ns[1:], strict=False)]
 
-
-METRICS = ("ttft", "tpot", "e2el")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slo:
-    """Bounds on a request's latencies in milliseconds; None is no bound."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    e2el: float | None = None
-
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> Slo:
-        """Parse words like `ttft:2000 tpot:50`.
-
-        Raises:
-            ConfigError: a word is no metric with a number.
+    def meets(self, slo: Slo) -> bool:
+        """Return whether the request completed within its own bounds, or within `slo` if it has
+        none; a single token has a TPOT of 0.
         """
-        bounds: dict[str, float] = {}
-        for word in words:
-            name, _, milliseconds = word.partition(":")
-            if name not in METRICS:
-                raise ConfigError(f"unknown goodput metric '{name}'{nearest(name, METRICS)}")
-            try:
-                bounds[name] = float(milliseconds)
-            except ValueError:
-                raise ConfigError(f"goodput: expected {name}:MILLISECONDS, got '{word}'") from None
-        return cls(**bounds)
-
-    def __bool__(self) -> bool:
-        return any(bound is not None for bound in vars(self).values())
-
-    def met_by(self, record: RequestRecord) -> bool:
-        """Return whether the request completed within all bounds; a single token has a TPOT of
-        0.
-        """
-        if not record.completed:
+        if not self.completed:
             return False
-        latencies = (record.ttft_s, record.tpot_s or 0.0, record.e2el_s)
-        bounds = (self.ttft, self.tpot, self.e2el)
+        latencies = (self.ttft_s, self.tpot_s or 0.0, self.e2el_s)
+        slo = slo if self.slo is None else self.slo
+        bounds = (slo.ttft, slo.tpot, slo.e2el)
         return all(
             bound is None or 1000 * latency <= bound
             for latency, bound in zip(latencies, bounds, strict=True)
         )
 
-    def attainment(self, records: Iterable[RequestRecord]) -> float:
-        """Return the share of requests within the bounds; failed and cancelled ones count. 0 for
-        none.
-        """
-        met = [self.met_by(record) for record in records]
-        return sum(met) / len(met) if met else 0.0
+
+def attainment(records: Sequence[RequestRecord], slo: Slo) -> float:
+    """Return the share of requests within their bounds; failed and cancelled ones count. 0 for
+    none.
+
+    Args:
+        slo: bounds of requests that bring none of their own.
+    """
+    met = [record.meets(slo) for record in records]
+    return sum(met) / len(met) if met else 0.0
 
 
 LATENCIES: dict[str, Callable[[RequestRecord], Iterable[float]]] = {

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +23,14 @@ from csps.loadgen.results.record import (
     DEFAULT_PERCENTILES,
     LATENCIES,
     RequestRecord,
-    Slo,
+    attainment,
     by_input_length,
     itl_quantiles_ms,
     latency_fields,
     normalized_fields,
     peak_concurrency,
 )
+from csps.loadgen.workloads.request import Slo
 from csps.protocols.core.errors import ConfigError
 
 MAX_STEPS = 600
@@ -190,15 +191,21 @@ def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Res
         "output_throughput": tokens_out,
         "total_token_throughput": tokens_in + tokens_out,
     }
-    if slo:
-        rates["request_goodput"] = sum(map(slo.met_by, records))
+    judged = _judged(records, slo)
+    if judged:
+        rates["request_goodput"] = sum(record.meets(slo) for record in records)
     per_second = 1 / duration_s if duration_s > 0 else 0.0
     return {
         **{name: round(count * per_second, 6) for name, count in rates.items()},
         "slo": {name: bound for name, bound in vars(slo).items() if bound is not None},
-        "slo_attainment": round(slo.attainment(records), 6) if slo else None,
+        "slo_attainment": round(attainment(records, slo), 6) if judged else None,
         "max_concurrent_requests": peak_concurrency(records),
     }
+
+
+def _judged(records: Sequence[RequestRecord], slo: Slo) -> bool:
+    """Return whether any request has bounds, of the run or of its own."""
+    return bool(slo) or any(record.slo for record in records)
 
 
 def _part(records: Sequence[RequestRecord], run: RunDescription) -> Result:
@@ -207,7 +214,9 @@ def _part(records: Sequence[RequestRecord], run: RunDescription) -> Result:
     return {
         "num_prompts": len(records),
         **{name: counts[name] for name in ("completed", "failed", "cancelled", "accuracy")},
-        "slo_attainment": round(run.slo.attainment(records), 6) if run.slo else None,
+        "slo_attainment": round(attainment(records, run.slo), 6)
+        if _judged(records, run.slo)
+        else None,
         **latency_fields(records, run.percentiles, run.metrics),
     }
 
@@ -225,7 +234,8 @@ def _ttft_bound(records: Sequence[RequestRecord]) -> Result:
     objective = records[0].objective
     assert objective is not None
     bound = Slo(ttft=objective.max_ttft_ms)
-    return {"ttft_bound_met": round(bound.attainment(records), 6) if bound else None}
+    unbound = [replace(record, slo=None) for record in records]
+    return {"ttft_bound_met": round(attainment(unbound, bound), 6) if bound else None}
 
 
 def _columns(records: Sequence[RequestRecord]) -> Result:

@@ -6,7 +6,11 @@ unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,7 +45,7 @@ from csps.loadgen.simulator.hardware import (
 )
 from csps.loadgen.simulator.planned_options import PlannedOptions
 from csps.protocols.attention.plan import EXACT
-from csps.protocols.core.errors import ConfigError, nearest
+from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.gang.members import GangRole
 
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -49,6 +53,21 @@ NS_PER_S = 1_000_000_000
 LATENCY_FIT = "latency"
 """Name of the fits that `csps profile` writes."""
 Seconds = Annotated[float, Field(ge=0)]
+
+
+class Gpus(Section):
+    """GPUs from which any gangs are made (`--gangs`), so that policies for a pair of gangs and for
+    an elastic one can be compared on the same hardware."""
+
+    servers: Count = 1
+    each: Count
+    """GPUs of each server."""
+    tp: Count = 1
+    """Ranks of a small instance, of which elastic gangs and pairs consist unless told otherwise."""
+    memory_gb: Annotated[float, Field(gt=0)]
+    """Memory of a GPU for weights and KV, in 10^9 bytes."""
+    weights_gb: Annotated[float, Field(ge=0)]
+    """Size of one copy of the weights, which the ranks of an instance share."""
 
 
 class DecodeSection(Section):
@@ -75,6 +94,13 @@ class Latency(Section):
     """Name of a paper's table of steps."""
     decode: dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection] | None = None
     """Decode costs by number of decode instances; they replace those of `sib` or `table`."""
+    decode_by_tp: dict[Count, dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection]] = (
+        Field(default_factory=dict)
+    )
+    """The same by ranks of an instance, with `gpus`."""
+    pipeline_chunk: Count | None = None
+    """Groups of several instances are pipelines: each computes its share of the layers, one chunk
+    of so many tokens after the other. Times are derived from those of one instance."""
     sib: str | None = None
     """Path of a scaling information base that `csps profile` has filled."""
     table: str | None = None
@@ -108,7 +134,9 @@ class Gaps(Section):
 class ClusterFile(Section):
     """A cluster file."""
 
-    servers: Annotated[tuple[ClusterServer, ...], Field(min_length=1)]
+    servers: tuple[ClusterServer, ...] = ()
+    gpus: Gpus | None = None
+    """Replaces `servers`."""
     links: Links = Links()
     latency: Latency
     kv: Kv | None = None
@@ -148,18 +176,78 @@ class ClusterFile(Section):
         return self.kv or Kv()
 
 
-def load_cluster(name_or_path: str) -> ClusterModel:
+@dataclass(frozen=True, kw_only=True)
+class GangSizes:
+    """Instances of a gang, and the ranks of each."""
+
+    instances: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """The gangs into which GPUs are divided."""
+
+    prefill: GangSizes
+    """The prefill gang, or the elastic one."""
+    decode: GangSizes | None = None
+    """None: the elastic gang decodes too."""
+    pipeline_chunk: int | None = None
+    """Tokens of a chunk, if groups are pipelines."""
+
+    @classmethod
+    def parse(cls, word: str) -> Arrangement:
+        """Return the arrangement of a word: `4x2` is an elastic gang of four instances with two
+        ranks each, `8x1+1x8` a prefill and a decode gang.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        match = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+)x(\d+))?", word)
+        sizes = [int(digits) for digits in match.groups() if digits] if match else [0]
+        if min(sizes) < 1:
+            raise ConfigError(
+                f"--gangs: expected INSTANCESxRANKS for an elastic gang or two of them with a + "
+                f"for prefill and decode, such as 4x2 or 8x1+1x8, got {abridged(word)}"
+            )
+        decode = GangSizes(instances=sizes[2], tp=sizes[3]) if len(sizes) > 2 else None
+        return cls(prefill=GangSizes(instances=sizes[0], tp=sizes[1]), decode=decode)
+
+
+def load_cluster(name_or_path: str, arrangement: Arrangement | None = None) -> ClusterModel:
     """Return the model of a cluster that comes with csps, by name, or of a file.
 
+    Args:
+        arrangement: gangs to make of a file with `gpus`.
+
     Raises:
-        ConfigError: the file does not exist or is invalid; the message names file and key.
+        ConfigError: the file does not exist or is invalid, or the gangs do not fit; the message
+            names file and key.
     """
     path, data = read_named(name_or_path, CLUSTERS)
-    return parse_cluster(data, name=path.stem, place=str(path), folder=path.parent)
+    return parse_cluster(
+        data, name=path.stem, place=str(path), folder=path.parent, arrangement=arrangement
+    )
+
+
+def read_gpus(name_or_path: str) -> Gpus | None:
+    """Return the GPUs of a cluster file; None if it has gangs instead.
+
+    Raises:
+        ConfigError: the file does not exist or is invalid.
+    """
+    path, data = read_named(name_or_path, CLUSTERS)
+    with _errors_of(str(path)):
+        return ClusterFile.model_validate(data).gpus
 
 
 def parse_cluster(
-    data: Any, *, name: str, place: str = "cluster", folder: Path | None = None
+    data: Any,
+    *,
+    name: str,
+    place: str = "cluster",
+    folder: Path | None = None,
+    arrangement: Arrangement | None = None,
 ) -> ClusterModel:
     """Return the model of a cluster file's content.
 
@@ -169,9 +257,24 @@ def parse_cluster(
     Raises:
         ConfigError: the content is invalid.
     """
-    try:
+    with _errors_of(place):
         file = ClusterFile.model_validate(data)
+        if bool(file.servers) == (file.gpus is not None):
+            raise ConfigError("one of servers and gpus")
+        if file.gpus is not None:
+            if arrangement is None:
+                raise ConfigError("gpus: name the gangs to make of them, such as `--gangs 4x2`")
+            file = _arranged(file, file.gpus, arrangement)
+        elif arrangement is not None:
+            raise ConfigError("servers: gangs are given, so there is nothing to arrange")
         return _model(file, name, folder or Path())
+
+
+@contextmanager
+def _errors_of(place: str) -> Iterator[None]:
+    """Name the file in errors."""
+    try:
+        yield
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -179,6 +282,59 @@ def parse_cluster(
         raise ConfigError(f"{place}: {key + ': ' if key else ''}{message}") from None
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
+
+
+def _arranged(file: ClusterFile, gpus: Gpus, arrangement: Arrangement) -> ClusterFile:
+    """Return the file with gangs in place of GPUs.
+
+    Instances are placed in order, the prefill gang's first; none lies on two servers.
+    """
+    servers: list[ClusterServer] = []
+    free = [gpus.each] * gpus.servers
+    parts: list[tuple[GangSizes, tuple[Permission, ...]]]
+    if arrangement.decode is None:
+        parts = [(arrangement.prefill, ("prefill", "decode"))]
+    else:
+        parts = [(arrangement.prefill, ("prefill",)), (arrangement.decode, ("decode",))]
+    for sizes, permissions in parts:
+        left = sizes.instances
+        for server in range(gpus.servers):
+            count = min(left, free[server] // sizes.tp)
+            if count:
+                left -= count
+                free[server] -= count * sizes.tp
+                servers.append(
+                    ClusterServer(
+                        server=server,
+                        instances=count,
+                        tp=sizes.tp,
+                        permissions=permissions,
+                        kv_slots=_slots(gpus, sizes.tp, file.kv_sizes),
+                    )
+                )
+        if left:
+            found = f"{gpus.servers} servers with {gpus.each} GPUs"
+            raise ConfigError(f"gpus: {found} have no room for {left} instances of {sizes.tp}")
+    tp = (arrangement.decode or arrangement.prefill).tp
+    if tp not in file.latency.decode_by_tp:
+        raise ConfigError(f"latency: decode_by_tp: no times of instances with {tp} ranks")
+    latency: dict[str, Any] = {"decode": file.latency.decode_by_tp[tp]}
+    if arrangement.pipeline_chunk is not None:
+        latency["pipeline_chunk"] = arrangement.pipeline_chunk
+    return file.model_copy(
+        update={
+            "servers": tuple(servers),
+            "latency": file.latency.model_copy(update=latency),
+        }
+    )
+
+
+def _slots(gpus: Gpus, tp: int, kv: Kv) -> int:
+    """Return the tokens that an instance can hold beside its weights."""
+    room = tp * gpus.memory_gb - gpus.weights_gb
+    if not kv.bytes_per_token or room <= 0:
+        raise ConfigError(f"gpus: the weights leave an instance of {tp} ranks no room for KV")
+    return int(room * 1e9 / kv.bytes_per_token)
 
 
 def _options(file: ClusterFile, folder: Path, tp: int) -> PlannedOptions | None:
@@ -229,16 +385,22 @@ def _gangs(file: ClusterFile) -> tuple[GangModel, GangModel]:
 def _gang(file: ClusterFile, permission: Permission, role: GangRole) -> GangModel:
     instances: list[InstanceModel] = []
     in_rack: dict[int, int] = {}
+    used: Counter[tuple[int, int]] = Counter()
+    """GPUs taken so far, by rack and server."""
     tps: set[int] = set()
     for servers in file.servers:
         for _ in range(servers.count):
             number = in_rack[servers.rack] = in_rack.get(servers.rack, -1) + 1
+            if servers.server is not None:
+                number = servers.server
+            begin = used[servers.rack, number]
+            used[servers.rack, number] += servers.instances * servers.tp
             if permission not in servers.permissions:
                 continue
             tps.add(servers.tp)
             instances += (
                 InstanceModel(
-                    location=f"{servers.rack}-{number}-{index * servers.tp}",
+                    location=f"{servers.rack}-{number}-{begin + index * servers.tp}",
                     kv_slots=servers.kv_slots,
                     cores=servers.cores,
                 )
@@ -297,6 +459,8 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
     else:
         exact, steps = _steps(latency, prefill.tp)
         table = LatencyTable(name=name, exact=exact, steps=steps)
+    if latency.pipeline_chunk is not None:
+        table = pipelined(table, prefill, latency.pipeline_chunk)
     if latency.decode is not None:
         decode_costs = tuple(
             (LatencyKey(strategy="decode", sp=sp, tp=decode.tp), _decode(triple))
@@ -306,6 +470,30 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
     table.step(len(prefill.instances), prefill.tp)
     table.iteration(len(decode.instances), decode.tp)
     return table
+
+
+def pipelined(table: LatencyTable, gang: GangModel, chunk: int) -> LatencyTable:
+    """Return the table with the times of pipelines for groups of several instances.
+
+    A prompt on S stages takes (sum of all chunks + (S - 1) x last chunk) / S: a stage computes a
+    chunk while the next one computes the chunk before. With a chunk's time a + b L + c C L + d L^2
+    this is quadratic in the prompt's length, too. Activations that travel between stages are not
+    counted, nor that another prompt could fill the bubbles.
+    """
+    one = table.step(1, gang.tp)
+    a, b, c, d = (coefficient * 1e-9 for coefficient in one.in_ns)
+    steps = [(key, cost) for key, cost in table.steps if key.sp == 1]
+    for stages in range(2, len(gang.instances) + 1):
+        others = stages - 1
+        fit = (
+            max(0.0, others * (a + b * chunk + (d - c) * chunk**2) / stages),
+            (a / chunk + b + max(0.0, d - c / 2) * chunk + others * c * chunk) / stages,
+            c / stages,
+            c / 2 / stages,
+        )
+        key = LatencyKey(strategy=table.exact, sp=stages, tp=gang.tp)
+        steps.append((key, StepCost.of_seconds(*fit)))
+    return replace(table, steps=tuple(steps))
 
 
 def _measured(path: Path) -> LatencyTable:

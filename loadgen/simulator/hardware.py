@@ -70,6 +70,8 @@ class ClusterServer(Section):
     rack: Annotated[int, Field(ge=0)] = 0
     count: Count = 1
     """Number of servers, numbered within the rack in the order of the file."""
+    server: Annotated[int, Field(ge=0)] | None = None
+    """Number within the rack of the one server that has these instances beside others."""
     instances: Count
     """Copies of the weights on each server."""
     tp: Count = 1

@@ -14,7 +14,7 @@ from typing import Protocol
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.decode_batch import IterationEnds
 from csps.loadgen.simulator.gangs import SimulatedGangs
-from csps.loadgen.simulator.requests import Arrival, RequestOutcome
+from csps.loadgen.simulator.requests import CANCELLED, TURN_BEFORE_FAILED, Arrival, RequestOutcome
 from csps.loadgen.simulator.timeline import EventTimeline
 from csps.protocols.gang.members import GangRole
 from csps.services.scheduling.events.commands import (
@@ -102,7 +102,10 @@ class Simulator:
     Args:
         scheduler: a fresh scheduler, because a run begins at time 0.
         cluster: the model of ranks and links.
-        arrivals: requests in ascending order of time.
+        arrivals: requests in ascending order of time. Later turns of conversations may be
+            anywhere behind the turn before.
+        users: number of users in a closed loop. Each takes the next conversation when their last
+            one is over; times of first turns are ignored. None: open loop.
         faults: gang faults in ascending order of time.
         abandoned: requests to cancel, numbered from 1 in order of arrival.
         observer: sees every round.
@@ -117,14 +120,25 @@ class Simulator:
         faults: Sequence[GangFault] = (),
         abandoned: Sequence[Abandoned] = (),
         observer: RoundObserver | None = None,
+        users: int | None = None,
     ) -> None:
-        self._scheduler, self._observer = scheduler, observer
+        self._scheduler, self._observer, self._users = scheduler, observer, users
         self._notice_ns, self._front_ns = cluster.notice_ns, cluster.front_ns
         self._timeline = EventTimeline()
         self._outcomes = [
-            RequestOutcome(request=request_id, arrival=arrival)
-            for request_id, arrival in enumerate(arrivals, 1)
+            RequestOutcome(arrival=arrival, due_ns=arrival.at_ns) for arrival in arrivals
         ]
+        self._arrived: list[RequestOutcome] = []
+        """Requests in the order of arrival, which is that of their numbers."""
+        self._first_turns = iter(
+            outcome for outcome in self._outcomes if outcome.arrival.after is None
+        )
+        self._next_turns = {
+            id(self._outcomes[arrival.after]): outcome
+            for arrival, outcome in zip(arrivals, self._outcomes, strict=True)
+            if arrival.after is not None
+        }
+        """The turn behind each request that has one."""
         self._open = len(self._outcomes)
         self._posted: list[AnyEvent] = []
         self._wake_ns: int | None = None
@@ -159,33 +173,47 @@ class Simulator:
         for cancellation in abandoned:
             at_ns = cancellation.at_ns + self._front_ns
             self._timeline.at(at_ns, partial(self._cancel, cancellation.request))
-        if self._outcomes:
-            self._arrive_at(0)
+        for _ in range(self._users or 1):
+            self._expect_first_turn()
 
-    def _arrive_at(self, index: int) -> None:
-        """Put the next arrival on the timeline."""
+    def _expect_first_turn(self) -> None:
+        """Put the next request that waits for no other on the timeline, if there is one."""
         # Adding all arrivals at once would make every heap operation slower.
-        at_ns = self._outcomes[index].arrival.at_ns + self._front_ns
-        self._timeline.at(max(at_ns, self._timeline.now_ns), lambda: self._arrive(index))
+        outcome = next(self._first_turns, None)
+        if outcome is not None:
+            now_ns = self._timeline.now_ns
+            self._expect(outcome, now_ns if self._users else outcome.arrival.at_ns)
 
-    def _arrive(self, index: int) -> None:
-        outcome = self._outcomes[index]
+    def _expect(self, outcome: RequestOutcome, due_ns: int) -> None:
+        outcome.due_ns = due_ns
+        at_ns = max(due_ns + self._front_ns, self._timeline.now_ns)
+        self._timeline.at(at_ns, lambda: self._arrive(outcome))
+
+    def _arrive(self, outcome: RequestOutcome) -> None:
+        self._arrived.append(outcome)
+        outcome.request = len(self._arrived)
+        arrival = outcome.arrival
         self.post_event(
             Submitted(
                 request_id=outcome.request,
-                prompt_tokens=outcome.arrival.prompt_tokens,
-                output_tokens=outcome.arrival.asked_tokens,
-                cls=outcome.arrival.cls,
-                hashes=outcome.arrival.hashes,
-                tenant=outcome.arrival.tenant,
+                prompt_tokens=arrival.prompt_tokens,
+                output_tokens=arrival.asked_tokens,
+                cls=arrival.cls,
+                hashes=arrival.hashes,
+                tenant=arrival.tenant,
+                priority=arrival.priority if arrival.told else 0,
+                promise=arrival.promise if arrival.told else None,
             )
         )
-        if index + 1 < len(self._outcomes):
-            self._arrive_at(index + 1)
+        if arrival.leaves_after_ns is not None:
+            leaves_ns = self._timeline.now_ns + arrival.leaves_after_ns
+            self._timeline.at(leaves_ns, partial(self._cancel, outcome.request))
+        if self._users is None and arrival.after is None:
+            self._expect_first_turn()
 
     def _cancel(self, request: RequestId) -> None:
         if (outcome := self.outcome(request)).ended_ns < 0:
-            self._end(outcome, "Cancelled")
+            self._end(outcome, CANCELLED)
             self.post_event(
                 RequestCancelled(request_id=request, generated_tokens=outcome.generated_tokens)
             )
@@ -317,9 +345,25 @@ class Simulator:
 
     def outcome(self, request: RequestId) -> RequestOutcome:
         """Return the outcome of a request so far."""
-        return self._outcomes[request - 1]
+        return self._arrived[request - 1]
 
     def _end(self, outcome: RequestOutcome, error: str) -> None:
         assert outcome.ended_ns < 0, f"request {outcome.request} has already ended"
         outcome.ended_ns, outcome.error = self._timeline.now_ns, error
         self._open -= 1
+        self._go_on_after(outcome)
+
+    def _go_on_after(self, outcome: RequestOutcome) -> None:
+        """Expect the next turn, or the user's next conversation."""
+        following = self._next_turns.get(id(outcome))
+        now_ns = self._timeline.now_ns
+        while following is not None and outcome.error not in ("", CANCELLED):
+            following.due_ns = following.ended_ns = now_ns
+            following.error = TURN_BEFORE_FAILED
+            self._open -= 1
+            following = self._next_turns.get(id(following))
+        if following is not None:
+            due_ns = max(following.arrival.at_ns, now_ns + following.arrival.delay_ns)
+            self._expect(following, due_ns)
+        elif self._users is not None:
+            self._expect_first_turn()

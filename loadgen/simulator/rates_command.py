@@ -20,10 +20,11 @@ from pathlib import Path
 from csps.configurator.model.scaling_information_base import FitRow, ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.simulate import add_trace_options, read_simulable
 from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, Workload, workload
 from csps.loadgen.workloads.request import fit
-from csps.loadgen.workloads.traces import at_rate, read_trace
+from csps.loadgen.workloads.traces import at_rate, with_times
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import Location
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, group_sizes
@@ -128,9 +129,7 @@ def _sampler(arguments: argparse.Namespace, cluster: ClusterModel) -> PromptSamp
     if arguments.trace is None:
         chosen = workload(arguments.workload)
         return sampler_of(chosen, cluster, requests=arguments.requests, seed=arguments.seed)
-    requests = read_trace(arguments.trace)[: arguments.requests]
-    if not requests:
-        raise ConfigError(f"{arguments.trace} has no requests")
+    requests = with_times(read_simulable(arguments, cluster))[: arguments.requests]
 
     def draw(load: float) -> Prompts:
         fitted = fit(at_rate(requests, load), cluster.max_positions)
@@ -161,7 +160,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
-    source.add_argument("--trace", type=Path, help="JSONL with lengths and times (Mooncake's)")
+    add_trace_options(parser, source)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="at each load (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and times (0)")
     parser.add_argument(

@@ -10,14 +10,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from csps.configurator.costs.cost_table import EXACT
 from csps.loadgen.results.record import RequestRecord, Status
 from csps.loadgen.simulator.decode_batch import IterationEnds, SimulatedMember
-from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Slo, WorkloadRequest
+from csps.protocols.attention.plan import Objective, RequestClass
 from csps.protocols.core.placement import KvSlice, own, tokens_on
 from csps.protocols.gang.messages import EvictKv
 from csps.services.scheduling.events.events import (
     AnyEvent,
     InstanceId,
+    Promise,
     RequestId,
     SequenceId,
     TenantId,
@@ -30,15 +33,27 @@ class Arrival:
     """A request that arrives at a given time."""
 
     at_ns: int
+    """Time of arrival; of a later turn of a conversation, the earliest."""
     prompt_tokens: int
     output_tokens: int
     """Tokens that the request generates. The scheduler does not know this number."""
     max_tokens: int | None = None
     """The token limit that the request states to the scheduler. None: `output_tokens`."""
-    cls: str = "exact"
+    cls: str = EXACT
     hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's blocks. Empty: the prompt shares no prefix."""
     tenant: TenantId = 0
+    after: int | None = None
+    """Index of the arrival whose answer this one waits for: the turn before. None: it waits for
+    nothing but its time."""
+    delay_ns: int = 0
+    """Think time: nanoseconds from the end of the turn before to this one."""
+    leaves_after_ns: int | None = None
+    """Nanoseconds after which the client gives up. None: never."""
+    priority: int = 0
+    promise: Promise | None = None
+    told: bool = True
+    """True if the scheduler is told priority and promise."""
 
     @property
     def asked_tokens(self) -> int:
@@ -46,12 +61,15 @@ class Arrival:
         return self.output_tokens if self.max_tokens is None else self.max_tokens
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutcome:
     """Outcome of a request. Times are in nanoseconds, -1 means never."""
 
-    request: RequestId
     arrival: Arrival
+    request: RequestId = 0
+    """Number in the order of arrival. 0: it has not arrived."""
+    due_ns: int
+    """Time at which it arrived; of a turn that never did, the end of the turn before."""
     started_ns: int = -1
     """Time at which the first step of the request began to compute."""
     first_token_ns: int = -1
@@ -80,7 +98,7 @@ class RequestOutcome:
     @property
     def ttft_ns(self) -> int:
         """Return the time to the first token."""
-        return self.first_token_ns - self.arrival.at_ns
+        return self.first_token_ns - self.due_ns
 
 
 @dataclass(eq=False, slots=True)
@@ -123,22 +141,61 @@ class SimulatedSequence:
         return tokens_on(own(self.slices))
 
 
+CANCELLED = "Cancelled"
+TURN_BEFORE_FAILED = "the turn before failed"
+"""Errors of requests whose client left, and of turns that never arrived."""
 QUEUE_PERCENTILES = (50, 99)
 
 
-def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
-    """Return the requests of a workload as arrivals whose answers have exactly their length."""
+def arrivals_of(
+    requests: Sequence[WorkloadRequest], cls: str = EXACT, *, told: bool = True
+) -> list[Arrival]:
+    """Return the requests of a workload as arrivals whose answers have exactly their length.
+
+    A conversation's turns follow each other in the order of the workload.
+
+    Args:
+        cls: class of the requests that ask for no attention of their own.
+        told: False if the scheduler is not told objectives and priorities.
+    """
     tenants = tenants_of(requests)
-    return [
-        Arrival(
-            at_ns=request.arrival_ns,
-            prompt_tokens=request.input_length,
-            output_tokens=request.output_length,
-            hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
-            tenant=tenants[request.tenant],
+    last: dict[str, int] = {}
+    arrivals = []
+    for index, request in enumerate(requests):
+        after = None
+        if request.conversation is not None:
+            after, last[request.conversation] = last.get(request.conversation), index
+        arrivals.append(
+            Arrival(
+                at_ns=request.arrival_ns,
+                prompt_tokens=request.input_length,
+                output_tokens=request.output_length,
+                max_tokens=request.max_tokens,
+                cls=class_of(request, cls),
+                hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
+                tenant=tenants[request.tenant],
+                priority=request.priority,
+                promise=promise_of(request.slo),
+                told=told,
+                after=after,
+                delay_ns=request.delay_ns,
+                leaves_after_ns=request.leaves_after_ns,
+            )
         )
-        for request in requests
-    ]
+    return arrivals
+
+
+def class_of(request: WorkloadRequest, default: str) -> str:
+    """Return the scheduler's name of a request's class."""
+    asked = request.objective
+    if request.cls or asked is None:
+        return request.cls or default
+    objective = Objective(
+        kind="accuracy" if asked.objective == "accuracy" else "ttft",
+        max_accuracy_loss=asked.max_accuracy_loss,
+        max_ttft_ms=asked.max_ttft_ms,
+    )
+    return RequestClass(objective=objective).key
 
 
 def tenants_of(requests: Sequence[WorkloadRequest]) -> dict[str, TenantId]:
@@ -159,33 +216,43 @@ def chained(ids: Sequence[int]) -> tuple[bytes, ...]:
     return tuple(hashes)
 
 
-def records_of(outcomes: Sequence[RequestOutcome]) -> list[RequestRecord]:
-    """Return one record for each request; each token is one chunk of the stream."""
-    return [
+def records_of(
+    requests: Sequence[WorkloadRequest], outcomes: Sequence[RequestOutcome]
+) -> list[RequestRecord]:
+    """Return one record for each request, in the order of arrival; each token is one chunk of the
+    stream.
+
+    Args:
+        requests: of the workload, in the order of the outcomes.
+    """
+    records = [
         RequestRecord(
-            scheduled_ns=outcome.arrival.at_ns,
-            sent_ns=outcome.arrival.at_ns,
+            scheduled_ns=outcome.due_ns,
+            sent_ns=outcome.due_ns,
             chunk_ns=tuple(outcome.token_ns),
             finished_ns=outcome.ended_ns,
             input_tokens=outcome.arrival.prompt_tokens,
             output_tokens=outcome.generated_tokens,
             status=_status(outcome),
             error=outcome.error,
+            objective=request.objective,
+            slo=request.slo,
         )
-        for outcome in outcomes
+        for request, outcome in zip(requests, outcomes, strict=True)
     ]
+    return sorted(records, key=lambda record: record.scheduled_ns)
 
 
 def _status(outcome: RequestOutcome) -> Status:
     if not outcome.error:
         return "completed"
-    return "cancelled" if outcome.error == "Cancelled" else "failed"
+    return "cancelled" if outcome.error in (CANCELLED, TURN_BEFORE_FAILED) else "failed"
 
 
 def queue_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     """Return the statistics of the time until the first step began, in ms."""
     waits = [
-        (outcome.started_ns - outcome.arrival.at_ns) / 1e6
+        (outcome.started_ns - outcome.due_ns) / 1e6
         for outcome in outcomes
         if outcome.started_ns >= 0
     ]
@@ -210,6 +277,22 @@ def tenant_fields(
     if list(by_name) == [""]:
         return {}
     return {"tenants": {name: _served(of_name) for name, of_name in by_name.items()}}
+
+
+def promise_of(slo: Slo | None) -> Promise | None:
+    """Return a request's own bounds as the scheduler takes them; None without any."""
+    if not slo:
+        return None
+    ns = {name: round(bound * 1e6) for name, bound in slo.body().items()}
+    return Promise(ttft_ns=ns.get("ttft"), tpot_ns=ns.get("tpot"), e2e_ns=ns.get("e2el"))
+
+
+def met(outcome: RequestOutcome) -> bool:
+    """Return whether an answer is complete and its first token kept its objective."""
+    promise = outcome.arrival.promise
+    assert promise is not None, "the request has no objective"
+    assert promise.ttft_ns is not None, "the request has no objective on TTFT"
+    return not outcome.error and outcome.ttft_ns <= promise.ttft_ns
 
 
 def _served(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from csps.protocols.core.errors import ConfigError, nearest
+
 HASH_BLOCK_TOKENS = 512
 """Prompt tokens that one of Mooncake's `hash_ids` stands for."""
 
@@ -27,6 +29,11 @@ class RequestObjective:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
+    def allows_loss(self) -> bool:
+        """Return whether an answer may be less accurate than with exact attention."""
+        return self.objective == "accuracy" or bool(self.max_accuracy_loss)
+
+    @property
     def label(self) -> str:
         """Return the name in results: `ttft max_accuracy_loss=0.01`."""
         bounds = [f"{name}={value:g}" for name, value in vars(self).items() if _number(value)]
@@ -35,6 +42,43 @@ class RequestObjective:
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float)
+
+
+METRICS = ("ttft", "tpot", "e2el")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slo:
+    """Bounds on a request's latencies in milliseconds; None is no bound."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Slo:
+        """Parse words like `ttft:2000 tpot:50`.
+
+        Raises:
+            ConfigError: a word is no metric with a number.
+        """
+        bounds: dict[str, float] = {}
+        for word in words:
+            name, _, milliseconds = word.partition(":")
+            if name not in METRICS:
+                raise ConfigError(f"unknown goodput metric '{name}'{nearest(name, METRICS)}")
+            try:
+                bounds[name] = float(milliseconds)
+            except ValueError:
+                raise ConfigError(f"goodput: expected {name}:MILLISECONDS, got '{word}'") from None
+        return cls(**bounds)
+
+    def body(self) -> dict[str, float]:
+        """Return the bounds that are set."""
+        return {name: bound for name, bound in vars(self).items() if bound is not None}
+
+    def __bool__(self) -> bool:
+        return any(bound is not None for bound in vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +107,22 @@ class WorkloadRequest:
     tenant: str = ""
     """Name of the client, whom the simulator's scheduler treats as the holder of an API key; empty:
     the clients without a name are one."""
+    priority: int = 0
+    """Client's priority; lower ones come first."""
     delay_ns: int = 0
     """Nanoseconds from the end of the turn before to this one."""
+    slo: Slo | None = None
+    """The request's own bounds on its latencies. None: those of the run."""
+    max_tokens: int | None = None
+    """Token limit that the client states to the scheduler. None: `output_length`."""
+    cls: str = ""
+    """The scheduler's name of its class, if it asked for attention of its own; empty: its objective
+    says all."""
+    leaves_after_ns: int | None = None
+    """Nanoseconds after which the client gives up, if it does."""
 
     def __post_init__(self) -> None:
-        if min(self.arrival_ns, self.delay_ns) < 0:
+        if min(self.arrival_ns, self.delay_ns, self.leaves_after_ns or 0) < 0:
             raise ValueError(f"times of a request start at 0: {self.arrival_ns}, {self.delay_ns}")
         if min(self.input_length, self.output_length) < 1:
             lengths = f"{self.input_length} in and {self.output_length} out"

@@ -104,17 +104,28 @@ class MessagesRequest(JsonModel):
     messages: Annotated[list[dict[str, Any]], BeforeValidator(few_messages)]
     max_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
     """Limit of the answer, which only counting tokens does without."""
-    system: Annotated[str, PlainValidator(_texts)] = ""
+    system: Annotated[
+        str, PlainValidator(_texts, json_schema_input_type=str | list[dict[str, Any]])
+    ] = ""
     stop_sequences: list[str] | None = None
     stream: bool = False
     temperature: Annotated[float, between(0, 2)] | None = None
     top_k: Annotated[int, between(-1, MAX_COUNT)] | None = None
     top_p: Annotated[float, above(0, 1)] | None = None
-    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(_tools)] = None
-    tool_choice: Annotated[dict[str, Any] | None, PlainValidator(_tool_choice)] = None
-    thinking: Annotated[bool | None, PlainValidator(_thinking)] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]]),
+    ] = None
+    tool_choice: Annotated[
+        dict[str, Any] | None, PlainValidator(_tool_choice, json_schema_input_type=dict[str, Any])
+    ] = None
+    thinking: Annotated[
+        bool | None, PlainValidator(_thinking, json_schema_input_type=dict[str, Any])
+    ] = None
     """Whether the template lets the model reason; None: as it does by itself."""
-    output_config: Annotated[dict[str, Any] | None, PlainValidator(_output_config)] = None
+    output_config: Annotated[
+        dict[str, Any] | None, PlainValidator(_output_config, json_schema_input_type=dict[str, Any])
+    ] = None
 
     # Refused unless empty
     container: Refused = None

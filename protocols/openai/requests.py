@@ -251,12 +251,28 @@ def _text_only(value: Any) -> list[str]:
     return ["text"]
 
 
+MAX_SESSION_CHARACTERS = 256
+"""Characters of a conversation's name that count."""
+
+
+def _session(value: Any) -> str | None:
+    """Return a conversation's name. It cannot change the answer, so nothing is wrong about one."""
+    return str(value)[:MAX_SESSION_CHARACTERS] if isinstance(value, str | int) else None
+
+
 _IGNORE = PlainValidator(lambda value: None)
 Ignored = Annotated[Any, _IGNORE]
 """Type of fields that cannot change the answer: any value, read as None."""
-Refused = Annotated[None, PlainValidator(_nothing)]
+_Empty = (
+    Literal[""]
+    | Annotated[list[Any], Field(max_length=0)]
+    | Annotated[dict[str, Any], Field(max_length=0)]
+)
+Refused = Annotated[None, PlainValidator(_nothing, json_schema_input_type=_Empty)]
 """Type of fields that would change the answer, and are not supported: only an empty value."""
-Tokens = Annotated[tuple[int, ...], PlainValidator(_listed_tokens)]
+Tokens = Annotated[
+    tuple[int, ...], PlainValidator(_listed_tokens, json_schema_input_type=list[int])
+]
 
 # --- models ---------------------------------------------------------------------------------
 
@@ -287,12 +303,17 @@ class GenerationRequest(JsonModel):
     frequency_penalty: Annotated[float, between(-2, 2)] = 0.0
     presence_penalty: Annotated[float, between(-2, 2)] = 0.0
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(
-        default_factory=dict
-    )
+    stop: Annotated[
+        tuple[str, ...], PlainValidator(_stop, json_schema_input_type=str | list[str])
+    ] = ()
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float])
+    ] = Field(default_factory=dict)
     n: Annotated[int, between(1, MAX_CHOICES)] = 1
-    response_format: Annotated[StructuredOutput | None, PlainValidator(read_response_format)] = None
+    response_format: Annotated[
+        StructuredOutput | None,
+        PlainValidator(read_response_format, json_schema_input_type=dict[str, Any]),
+    ] = None
     user: Ignored = None
 
     # vLLM's
@@ -303,14 +324,19 @@ class GenerationRequest(JsonModel):
     repetition_penalty: Annotated[float, between(0.01, 100)] | None = None
     min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0
     ignore_eos: bool = False
+    priority: Annotated[int, between(-(2**31), 2**31 - 1)] = 0
+    """Lower ones come first (`services.scheduling.core.promises`)."""
     stop_token_ids: Tokens = ()
     allowed_token_ids: Tokens = ()
     """Tokens of which the answer consists; empty: any."""
-    bad_words: Annotated[tuple[str, ...], PlainValidator(_bad_words)] = ()
+    bad_words: Annotated[
+        tuple[str, ...], PlainValidator(_bad_words, json_schema_input_type=list[str])
+    ] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: Annotated[
-        StructuredOutput | None, PlainValidator(read_structured_outputs)
+        StructuredOutput | None,
+        PlainValidator(read_structured_outputs, json_schema_input_type=dict[str, Any]),
     ] = None
     truncate_prompt_tokens: Annotated[int, between(-1, MAX_COUNT)] | None = None
     """Tokens of the prompt to use; -1: as many as fit before the answer."""
@@ -318,7 +344,7 @@ class GenerationRequest(JsonModel):
     """Side on which tokens are left out."""
     prompt_logprobs: Annotated[int, between(0, MAX_PROMPT_LOGPROBS)] | None = None
     """Number of likeliest tokens to report beside the log-probability of each prompt token."""
-    cache_salt: Annotated[str | None, PlainValidator(_salt)] = None
+    cache_salt: Annotated[str | None, PlainValidator(_salt, json_schema_input_type=str)] = None
     """Salt of the prefix cache: requests reuse KV only of requests with the same salt."""
 
     # vLLM's, at their defaults only
@@ -326,14 +352,15 @@ class GenerationRequest(JsonModel):
     kv_transfer_params: Refused = None
     length_penalty: Annotated[float, only(1.0)] = 1.0
     logprob_token_ids: Refused = None
-    priority: Annotated[int, only(0)] = 0
     repetition_detection: Refused = None
     return_token_ids: Annotated[bool, only(False)] = False
     return_token_offsets: Annotated[bool, only(False)] = False
     return_tokens_as_token_ids: Annotated[bool, only(False)] = False
     routed_experts_prompt_start: Annotated[int, only(0)] = 0
     spaces_between_special_tokens: Annotated[bool, only(True)] = True
-    thinking_token_budget: Annotated[None, PlainValidator(_no_budget)] = None
+    thinking_token_budget: Annotated[
+        None, PlainValidator(_no_budget, json_schema_input_type=Literal[-1])
+    ] = None
     use_beam_search: Annotated[bool, only(False)] = False
     vllm_xargs: Refused = None
     watermarking: Annotated[bool, only(False)] = False
@@ -341,7 +368,8 @@ class GenerationRequest(JsonModel):
     # vLLM's, ignored
     request_id: Ignored = None
     return_mm_kwargs: Ignored = None
-    session_id: Ignored = None
+    session_id: Annotated[Any, PlainValidator(_session)] = None
+    """Name of the conversation, for traces of requests."""
     stream_interval: Ignored = None
 
     return_progress: bool = False
@@ -389,7 +417,12 @@ class GenerationRequest(JsonModel):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`."""
 
-    prompt: Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)]
+    prompt: Annotated[
+        tuple[str | list[int], ...],
+        PlainValidator(
+            _prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+        ),
+    ]
     """Texts or token ids."""
     logprobs: Annotated[int, between(0, 5)] | None = None
     """Number of alternatives to report beside each sampled token."""
@@ -441,7 +474,9 @@ class Message(JsonModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, PlainValidator(_content)] = ""
+    content: Annotated[
+        str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
+    ] = ""
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -490,8 +525,14 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, between(0, 20)] | None = None
     """Number of alternatives to report beside each sampled token, with `logprobs`."""
 
-    tools: Annotated[tuple[dict[str, Any], ...], PlainValidator(read_tools)] = ()
-    tool_choice: Annotated[ToolChoice | None, PlainValidator(read_tool_choice)] = None
+    tools: Annotated[
+        tuple[dict[str, Any], ...],
+        PlainValidator(read_tools, json_schema_input_type=list[dict[str, Any]]),
+    ] = ()
+    tool_choice: Annotated[
+        ToolChoice | None,
+        PlainValidator(read_tool_choice, json_schema_input_type=str | dict[str, Any]),
+    ] = None
     """None: "auto" if there are tools, else "none"."""
     parallel_tool_calls: bool = True
     """False ends the answer after its first call."""
@@ -502,12 +543,17 @@ class ChatCompletionRequest(GenerationRequest):
     # vLLM's
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    chat_template: Annotated[str | None, PlainValidator(_template)] = None
-    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] = Field(
-        default_factory=dict
+    chat_template: Annotated[str | None, PlainValidator(_template, json_schema_input_type=str)] = (
+        None
     )
+    chat_template_kwargs: Annotated[
+        dict[str, Any], PlainValidator(_template_variables, json_schema_input_type=dict[str, Any])
+    ] = Field(default_factory=dict)
     continue_final_message: bool = False
-    documents: Annotated[list[dict[str, Any]] | None, PlainValidator(_documents)] = None
+    documents: Annotated[
+        list[dict[str, Any]] | None,
+        PlainValidator(_documents, json_schema_input_type=list[dict[str, Any]]),
+    ] = None
     echo: bool = False
     """The answer begins with the last message, if that is the assistant's."""
     include_reasoning: bool = True
@@ -519,9 +565,9 @@ class ChatCompletionRequest(GenerationRequest):
     function_call: Literal["none", "auto"] = "none"
     media_io_kwargs: Refused = None
     mm_processor_kwargs: Refused = None
-    modalities: Annotated[list[str], PlainValidator(_text_only)] = Field(
-        default_factory=lambda: ["text"]
-    )
+    modalities: Annotated[
+        list[str], PlainValidator(_text_only, json_schema_input_type=list[Literal["text"]])
+    ] = Field(default_factory=lambda: ["text"])
     return_prompt_text: Annotated[bool, only(False)] = False
 
     # Ignored
@@ -654,7 +700,7 @@ class DetokenizeRequest(JsonModel):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[int], PlainValidator(_token_ids)]
+    tokens: Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
 
 
 def _raw_fields(body: bytes) -> dict[str, msgspec.Raw]:

@@ -139,10 +139,23 @@ class CompletionLogprobs(BaseModel):
         )
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    """Number of tokens that are at least as likely."""
+    decoded_token: str
+
+
+PromptLogprobsByToken = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt, the likeliest tokens and itself; none for the first one."""
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobsByToken | None = None
+    """Left out unless the request asked for them."""
     finish_reason: FinishReason
 
 
@@ -232,6 +245,8 @@ class ChatCompletionResponse(BaseModel):
     """Unix time in seconds."""
     model: str
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobsByToken | None = None
+    """Left out unless the request asked for them."""
     usage: Usage
     csps: dict[str, Any] | None = None
     """Plan and timings, where the request asked for them; otherwise left out."""
@@ -446,7 +461,8 @@ def whole_body(
         choices: what `pieces` returned for each.
         prompt_logprobs: value of the field with this name; empty leaves it out.
     """
-    outside = response.model_dump_json(exclude={"csps"} if response.csps is None else None)
+    left_out = {"prompt_logprobs"} | ({"csps"} if response.csps is None else set())
+    outside = response.model_dump_json(exclude=left_out)
     before, empty, after = outside.partition('"choices":[]')
     assert empty, "the choices are encoded elsewhere"
     inner = [piece for choice in choices for piece in (b",", *choice)][1:]
@@ -479,6 +495,20 @@ class ModelList(BaseModel):
 
 
 # --- errors ---------------------------------------------------------------------------------
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    """Field at fault."""
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of an error; those of `/v1/messages` have Anthropic's shape."""
+
+    error: ErrorDetail
 
 
 def error_body(exc: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -145,23 +145,33 @@ class ResponsesRequest(JsonModel):
     """Body of `POST /v1/responses`."""
 
     model: str
-    input: Annotated[list[dict[str, Any]], PlainValidator(_input)]
+    input: Annotated[
+        list[dict[str, Any]],
+        PlainValidator(_input, json_schema_input_type=str | list[dict[str, Any]]),
+    ]
     instructions: str = ""
     max_output_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
     parallel_tool_calls: bool = True
-    reasoning: Annotated[Any, PlainValidator(_reasoning)] = None
+    reasoning: Annotated[Any, PlainValidator(_reasoning, json_schema_input_type=dict[str, Any])] = (
+        None
+    )
     stream: bool = False
     temperature: Annotated[float, between(0, 2)] | None = None
-    text: Annotated[Any, PlainValidator(_text_config)] = None
-    tool_choice: Annotated[Any, PlainValidator(_tool_choice)] = None
-    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(_tools)] = None
+    text: Annotated[Any, PlainValidator(_text_config, json_schema_input_type=dict[str, Any])] = None
+    tool_choice: Annotated[
+        Any, PlainValidator(_tool_choice, json_schema_input_type=str | dict[str, Any])
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]]),
+    ] = None
     top_p: Annotated[float, above(0, 1)] | None = None
 
     # At their defaults only
     background: Annotated[bool, only(False)] = False
     context_management: Refused = None
     conversation: Refused = None
-    include: Annotated[None, PlainValidator(_include)] = None
+    include: Annotated[None, PlainValidator(_include, json_schema_input_type=list[str])] = None
     previous_response_id: Refused = None
     prompt: Refused = None
     top_logprobs: Annotated[int, only(0)] = 0

@@ -78,7 +78,7 @@ def read_tool_choice(value: Any) -> ToolChoice:
 class CalledFunction(JsonModel):
     """The function of a call."""
 
-    name: Annotated[str, PlainValidator(function_name)]
+    name: Annotated[str, PlainValidator(function_name, json_schema_input_type=str)]
     arguments: str
     """JSON as the model wrote it, which may be invalid."""
 

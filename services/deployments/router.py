@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from pathlib import Path
 
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -18,6 +18,7 @@ from csps.services.cluster.handover import Handover
 from csps.services.cluster.ray_context import (
     RayGenerations,
     application_name,
+    fail_to_start,
     holds_gangs,
     serving_rollouts,
 )
@@ -34,6 +35,7 @@ from csps.services.router.service import RequestService
 from csps.services.settings.credentials import ApiKeys, ClusterSecret
 from csps.services.settings.settings import Settings
 from csps.services.telemetry import tracing
+from csps.services.telemetry.load_trace import LoadTrace
 from csps.services.telemetry.metrics import Metrics
 
 
@@ -78,8 +80,10 @@ class Router:
             directory,
             serving_rollouts(rollout),
             roles,
-            feasible=partial(holds_gangs, settings),
+            feasible=lambda: holds_gangs(settings) and not fail_to_start(),
         )
+        recorded = settings.telemetry.request_trace
+        self._load_trace = None if recorded is None else LoadTrace(Path(recorded))
         self._service = RequestService(
             cluster=cluster,
             scheduler=make_scheduler(settings, costs.costs),
@@ -88,6 +92,7 @@ class Router:
             observer=self._metrics,
             recorder=self._log,
             limiter=KeyLimiter(settings.auth),
+            load_trace=self._load_trace,
         )
         self._metrics.watch(self._service)
 
@@ -100,9 +105,17 @@ class Router:
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
             auth=self._settings.auth,
+            docs=self._settings.http.docs,
             parser_pool=self._parser_pool,
+            state=self._state(),
         )
         return api.app(self._lifespan)
+
+    def _state(self) -> Callable[[], bytes] | None:
+        """Return the function that makes `/v1/csps/state`, if the settings switch it on."""
+        if not self._settings.http.ui:
+            return None
+        return self._service.snapshots(lambda: self._metrics.slo_counts).encoded
 
     def check_health(self) -> None:
         """Raise, for Serve, if the scheduler cannot go on; Serve then replaces the router."""
@@ -134,4 +147,6 @@ class Router:
             await self._parser_pool.close()
             if self._log is not None:
                 self._log.close()
+            if self._load_trace is not None:
+                self._load_trace.close()
             self._flush_spans()

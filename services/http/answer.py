@@ -40,10 +40,12 @@ from csps.services.http.answer_parts import AnswerParts
 from csps.services.http.body import end_tasks
 from csps.services.http.body_parser import AnswerOptions, Endpoint
 from csps.services.http.errors import last_event
+from csps.services.http.harmony_parts import HarmonyParts
 from csps.services.http.request_parser import ParsedRequest
 from csps.services.requests.prompt_logprobs import KnownPromptLogprobs
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.story import story
 from csps.services.telemetry.request_trace import RequestTrace
 
 Encoder = CompletionStream | ChatStream | MessagesAnswer | ResponsesAnswer
@@ -347,7 +349,9 @@ class GeneratedResponse:
         return Usage.of(self._prompt_tokens, self._tokens, self._cached_tokens)
 
     def _report(self) -> dict[str, Any] | None:
-        return self.handle.explain() if self._options.explain else None
+        if not self._options.explain:
+            return None
+        return {**self.handle.explain(), "story": story(self.handle)}
 
 
 class _PromptAnswer:
@@ -517,8 +521,11 @@ class _Choice:
             raise Cancelled("the request ended without an answer")
 
 
-def _splitter(options: AnswerOptions) -> AnswerParts | None:
+def _splitter(options: AnswerOptions) -> AnswerParts | HarmonyParts | None:
     """Return what finds reasoning and calls in an answer; None if it may have neither."""
+    if options.reasoning == "harmony":
+        calls = options.tool_format == "harmony"
+        return HarmonyParts(calls=calls, parallel=options.parallel_calls)
     if options.tool_format is None and options.reasoning == "none":
         return None
     return AnswerParts(
@@ -541,7 +548,7 @@ class AnswerText:
         index: int = 0,
         include_stop: bool = False,
         begins_with: str = "",
-        parts: AnswerParts | None = None,
+        parts: AnswerParts | HarmonyParts | None = None,
         include_reasoning: bool = True,
     ) -> None:
         """Args:
@@ -600,7 +607,7 @@ class AnswerText:
         )
 
     def _split(
-        self, splitter: AnswerParts, text: str, reason: FinishReason | None
+        self, splitter: AnswerParts | HarmonyParts, text: str, reason: FinishReason | None
     ) -> tuple[Sequence[Part], FinishReason | None]:
         """Return the parts of some text, and why the answer ends with it."""
         parts = splitter.push(text)

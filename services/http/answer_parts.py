@@ -15,12 +15,15 @@ from typing import Any, Literal
 
 from csps.models.tokenizers.grammar import json_rule, lark_grammar, literal
 from csps.protocols.openai.responses import Part
+from csps.services.http.harmony_parts import harmony_calls_grammar, writes_harmony
 
-ToolFormat = Literal["hermes", "llama3"]
+ToolFormat = Literal["hermes", "llama3", "harmony"]
 """How a model writes calls. "hermes", also Qwen's: `<tool_call>` around JSON with name and
-arguments, any number of times. "llama3": the answer is JSON with name and parameters."""
-Reasoning = Literal["none", "maybe", "open"]
-"""Whether an answer reasons: it may begin with `<think>`, or the prompt ended with that."""
+arguments, any number of times. "llama3": the answer is JSON with name and parameters. "harmony":
+messages of their own (`harmony_parts`)."""
+Reasoning = Literal["none", "maybe", "open", "harmony"]
+"""Whether an answer reasons: it may begin with `<think>`, or the prompt ended with that, or it is
+in messages of several channels (`harmony_parts`)."""
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -38,6 +41,8 @@ _AFTER_ARGUMENTS = re.compile(r"\s*\}?\s*")
 
 def tool_format_of(template: str) -> ToolFormat | None:
     """Return the format of calls that a chat template writes; None if it is none of these."""
+    if writes_harmony(template):
+        return "harmony"
     if CALL in template and '"name"' in template.replace("\\", ""):
         return "hermes"
     if '"parameters"' in template.replace("\\", "") and "ipython" in template:
@@ -70,6 +75,8 @@ def calls_grammar(
         functions: each with `name` and, as a JSON schema, `parameters`.
         parallel: allow several calls.
     """
+    if tool_format == "harmony":
+        return harmony_calls_grammar(functions)
     field = "arguments" if tool_format == "hermes" else "parameters"
     names = [f"f{number}" for number in range(len(functions))]
     rules = [

@@ -11,7 +11,7 @@ import json
 import secrets
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -29,11 +29,16 @@ from csps.models.tokenizers.grammar import (
 )
 from csps.models.tokenizers.tokenizer import Tokenizer, TooManyTokens
 from csps.protocols.anthropic.messages import MessagesRequest
-from csps.protocols.attention.csa import ALL_QUERIES, CsaSettings
+from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import AskedRing, Attention, Objective
 from csps.protocols.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from csps.protocols.gang.messages import Sampling
-from csps.protocols.openai.csps_options import CspsRequestOptions
+from csps.protocols.openai.csps_options import (
+    csa_settings,
+    given_of_csa,
+    leaves_open,
+    objective,
+)
 from csps.protocols.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -53,6 +58,7 @@ from csps.services.http.answer_parts import (
     reasons,
     tool_format_of,
 )
+from csps.services.http.harmony_parts import in_final_channel, with_thinking, writes_harmony
 from csps.services.requests.request_spec import PrefixKey
 from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
@@ -78,9 +84,9 @@ class ServedModel:
     """Prompts get prefix-cache keys."""
     chat_template: str | None = None
     """File with a template that replaces the checkpoint's."""
-    tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3", "harmony", "none"] = "auto"
     """Format of the model's calls of tools; "auto": as its chat template shows."""
-    reasoning: Literal["auto", "think", "none"] = "auto"
+    reasoning: Literal["auto", "think", "harmony", "none"] = "auto"
     """Format of the model's reasoning."""
     request_templates: bool = False
     """Requests may bring a chat template of their own."""
@@ -159,11 +165,14 @@ class ParsedBody:
     open: bool
     given: tuple[str, ...]
     refuse_unmet: bool
+    priority: int
     strategy: AskedRing | None
     prefix: PrefixKey | None
     prompt_logprobs: int | None
     """Alternatives to find for each prompt token; None for no log-probabilities."""
     answer: AnswerOptions
+    session: str | None = None
+    """Name of the conversation, if the client gives it one."""
 
 
 class BodyParser:
@@ -186,6 +195,9 @@ class BodyParser:
         source = "" if self._template is None else self._template.source
         self._reasons = model.reasoning == "think" or (
             model.reasoning == "auto" and reasons(source)
+        )
+        self._harmony = model.reasoning == "harmony" or (
+            model.reasoning == "auto" and writes_harmony(source)
         )
         self._tool_format: ToolFormat | None = None
         if model.tool_format == "auto":
@@ -310,12 +322,17 @@ class BodyParser:
     def _chat(self, request: ChatCompletionRequest, endpoint: Endpoint, owner: bytes) -> ParsedBody:
         tool_format = self._format_for(request)
         text = self._rendered(request)
-        reasoning = reasoning_after(text) if self._reasons else "none"
+        reasoning: Reasoning = "harmony" if self._harmony else "none"
+        if self._reasons and not self._harmony:
+            reasoning = reasoning_after(text)
         prefix = self._prefix(request, owner)
         prompt = self._prompt(request, text, prefix, special=request.add_special_tokens)
         grammar = self._grammar(request, reasoning)
         if request.choice.mode in ("required", "named") and tool_format is not None:
-            grammar = self._checked(_calls(request, tool_format), reasoning, "tools")
+            allowed = _calls(request, tool_format)
+            # The grammar of calls in harmony's channels has the reasoning in it.
+            before = "none" if tool_format == "harmony" else reasoning
+            grammar = self._checked(allowed, before, "tools")
         last = request.messages[-1]
         return self._parsed(
             request,
@@ -329,6 +346,8 @@ class BodyParser:
                 tool_format=tool_format,
                 parallel_calls=request.parallel_tool_calls,
                 reasoning=reasoning,
+                # The marks between the messages of an answer are special tokens.
+                skip_special_tokens=request.skip_special_tokens and not self._harmony,
                 include_reasoning=request.include_reasoning,
             ),
         )
@@ -362,10 +381,12 @@ class BodyParser:
             open=is_open,
             given=given if is_open else (),
             refuse_unmet=options.unmet == "refuse",
+            priority=request.priority,
             strategy=options.ring,
             prefix=prefix,
             prompt_logprobs=logprobs,
             answer=answer,
+            session=request.session_id,
         )
 
     def _answer(self, request: GenerationRequest, endpoint: Endpoint) -> AnswerOptions:
@@ -461,6 +482,8 @@ class BodyParser:
     def _rendered(self, request: ChatCompletionRequest) -> str:
         template = self._template_for(request)
         messages = [message.for_template() for message in request.messages]
+        if self._harmony:
+            messages = list(map(with_thinking, messages))
         text = template.render(
             messages,
             add_generation_prompt=request.add_generation_prompt,
@@ -517,7 +540,9 @@ class BodyParser:
             raise NeedsProcess
         try:
             grammar = form if isinstance(form, str) else _grammar_of(form)
-            if reasoning != "none":
+            if reasoning == "harmony":
+                grammar = in_final_channel(grammar)
+            elif reasoning != "none":
                 grammar = after_reasoning(grammar, begun=reasoning == "open")
             self._grammars.check(grammar)
         except InvalidTextError as error:
@@ -629,59 +654,3 @@ def _grammar_of(form: StructuredOutput) -> str:
             return choice_grammar(json.loads(form.text))
         case "grammar":
             return any_grammar(form.text)
-
-
-def objective(options: CspsRequestOptions) -> Objective:
-    """Return what to optimize; with a bound on TTFT alone that is accuracy."""
-    only_ttft_bound = options.max_ttft_ms is not None and options.max_accuracy_loss is None
-    return Objective(
-        kind=options.objective or ("accuracy" if only_ttft_bound else "ttft"),
-        max_accuracy_loss=options.max_accuracy_loss,
-        max_ttft_ms=options.max_ttft_ms,
-    )
-
-
-def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
-    """Return whether the configurator may choose, within bounds, which keys attention drops.
-
-    It may for a request with bounds and no attention of its own, and for sparse attention without a
-    drop ratio.
-
-    Args:
-        given: result of `given_of_csa`.
-    """
-    if options.attention == "csa":
-        by_hand = {"drop_ratios", "nested", "decode_kept_only"}
-        return not by_hand & set(given)
-    return options.attention == "auto" and options.ring is None and objective(options).bounded
-
-
-_CSA_OPTIONS = {field.name: field.name for field in fields(CsaSettings)} | {
-    "drop_ratios": "drop_ratio"
-}
-"""Names of options by field of `CsaSettings`."""
-
-
-def given_of_csa(options: CspsRequestOptions) -> tuple[str, ...]:
-    """Return the fields of `CsaSettings` that the client fixed."""
-    return tuple(
-        name for name, option in _CSA_OPTIONS.items() if getattr(options, option) is not None
-    )
-
-
-def csa_settings(options: CspsRequestOptions) -> CsaSettings:
-    """Return the settings of sparse attention; keys are dropped only as the client asked.
-
-    With an importance window the default `importance_layer` is "same".
-    """
-    given = {
-        name: getattr(options, name) for name in given_of_csa(options) if name != "drop_ratios"
-    }
-    settings = CsaSettings(**given)
-    if options.drop_ratio is not None:
-        settings = replace(settings, drop_ratios=options.drop_ratio)
-    if "importance_layer" in given or settings.importance_window == ALL_QUERIES:
-        return settings
-    # The layer before may look at other keys than this one, which models of few layers show
-    # (benchmarks/results/two-servers-2026-11-21.md).
-    return replace(settings, importance_layer="same")

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
 from csps.protocols.gang.client import GangClient
@@ -46,6 +48,39 @@ from csps.services.telemetry.request_trace import record_spans
 _log = logging.getLogger(__name__)
 
 
+MOST_EVENTS = 32
+
+
+class QueueWatch:
+    """Follows who waits behind whom, and who passes whom."""
+
+    MOST = 1024
+    """Starts that are remembered; a request that was passed by more is said to be passed by these.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[RequestId] = []
+        """The latest requests of those that started, in order of admission."""
+        self._last: RequestHandle | None = None
+
+    def comes(self, handle: RequestHandle, live: Collection[RequestHandle]) -> None:
+        """Note who is before a new request."""
+        waiting = [other for other in live if other.state == "queued"]
+        handle.line.ahead = len(waiting)
+        before = waiting[-1] if waiting else self._last
+        if before is not None and not before.ended:
+            own = before.spec.api_key.digest == handle.spec.api_key.digest
+            handle.line.behind = before.spec.client_request_id if own else None
+
+    def starts(self, handle: RequestHandle) -> None:
+        """Note who has passed a request that starts."""
+        at = bisect_right(self._started, handle.request_id)
+        handle.line.passed = len(self._started) - at
+        self._started.insert(at, handle.request_id)
+        del self._started[: -self.MOST]
+        self._last = handle
+
+
 class LiveRequests:
     """Owns every request from `submit` until it ends, and every sequence until its slots are free.
 
@@ -56,6 +91,7 @@ class LiveRequests:
         post_event: takes events for the scheduler.
         on_first_token: called with the handle at the answer's first token, to learn latencies.
         limiter: counts what API keys use.
+        on_ended: called with each admitted request that has ended.
     """
 
     def __init__(
@@ -64,13 +100,17 @@ class LiveRequests:
         post_event: Callable[[AnyEvent], None],
         on_first_token: Callable[[RequestHandle], None],
         limiter: KeyLimiter,
+        on_ended: Callable[[RequestHandle], None] = lambda handle: None,
     ) -> None:
-        self._observer, self._post_event = observer, post_event
+        self._observer, self._post_event, self._on_ended = observer, post_event, on_ended
         self._on_first_token, self._limiter = on_first_token, limiter
         self._live: dict[RequestId, RequestHandle] = {}
+        self._queue = QueueWatch()
         self._unread = UnreadTokens()
         self._request_ids = itertools.count(1)
         self.sequences: dict[SequenceId, LiveSequence] = {}
+        self.elastic: deque[tuple[RequestHandle, ElasticEvent]] = deque(maxlen=MOST_EVENTS)
+        """The latest elastic events, for people who look."""
         self.none_left = asyncio.Event()
         """Set while no request is live."""
         self.none_left.set()
@@ -95,6 +135,7 @@ class LiveRequests:
             on_cancel=self._cancel,
             unread_by_all=self._unread,
         )
+        self._queue.comes(handle, self._live.values())
         self._live[handle.request_id] = handle
         self.none_left.clear()
         self._limiter.begin(spec.api_key, int(spec.prompt.size))
@@ -112,6 +153,8 @@ class LiveRequests:
                 hashes=spec.hashes,
                 tenant=spec.api_key.tenant,
                 kv_permille=self._limiter.kv_permille(spec.api_key),
+                priority=spec.priority,
+                promise=spec.slo.promise,
             )
         )
         return handle
@@ -131,6 +174,7 @@ class LiveRequests:
         self.sequences[sequence.id] = sequence
         handle.sequence_id, handle.cached_tokens = sequence.id, command.cached
         handle.placed()
+        self._queue.starts(handle)
         return sequence
 
     def serving(self, sequence_id: SequenceId) -> LiveSequence | None:
@@ -170,6 +214,7 @@ class LiveRequests:
     def note(self, sequence: LiveSequence, events: Iterable[ElasticEvent]) -> None:
         """Record elastic events of the group that computes or decodes a request."""
         for event in events:
+            self.elastic.append((sequence.handle, event))
             sequence.handle.elastic.append(event)
             self._observer.elastic(event)
 
@@ -274,6 +319,7 @@ class LiveRequests:
 
     def restart(self, handle: RequestHandle, error: CspsError) -> None:
         """Queue a request again after its attempt was lost."""
+        record_spans(handle)  # before its times are those of the next attempt
         handle.begin_attempt()
         self._observer.retried(handle, error)
 
@@ -287,6 +333,7 @@ class LiveRequests:
         """End a request with an error, before or within its answer."""
         handle.fail(error)
         self._remove(handle)
+        self._on_ended(handle)
         self._observer.failed(handle, error)
 
     def revoke(self, handle: RequestHandle) -> None:
@@ -316,6 +363,7 @@ class LiveRequests:
     def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
         handle.finish(reason)
         self._remove(handle)
+        self._on_ended(handle)
         self._observer.finished(handle, reason)
 
     def _remove(self, handle: RequestHandle) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from csps.configurator.model.attention_shape import AttentionShape, check_csa
@@ -24,6 +24,7 @@ from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.kv_links import KvLink
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
+from csps.services.router.cluster_state import StateSnapshots
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.decision_log import DecisionLog
 from csps.services.router.dispatch import Executor, StepLauncher
@@ -42,6 +43,7 @@ from csps.services.scheduling.events.events import (
     Standby,
 )
 from csps.services.scheduling.policies.registry import own_way
+from csps.services.telemetry.load_trace import LoadTrace
 from csps.services.telemetry.observer import (
     NullObserver,
     RequestObserver,
@@ -66,6 +68,7 @@ class RequestService:
         shape: the served model's attention, which limits the sparse attention it allows.
         recorder: writes the scheduler's decision log, if one is kept.
         limiter: limits of API keys; None: there are none.
+        load_trace: records the requests; None: nothing does.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class RequestService:
         observer: RequestObserver | None = None,
         recorder: DecisionLog | None = None,
         limiter: KeyLimiter | None = None,
+        load_trace: LoadTrace | None = None,
     ) -> None:
         self._cluster, self._scheduler, self._shape = cluster, scheduler, shape
         self._costs = costs
@@ -90,6 +94,7 @@ class RequestService:
             self._driver.post_event,
             guarded(costs.record_first_token),
             self._limiter,
+            (lambda handle: None) if load_trace is None else guarded(load_trace.record),
         )
         self._steps = RunningSteps(
             costs.measured, self._observer, self._requests, self._driver.post_event
@@ -210,6 +215,14 @@ class RequestService:
         """Return requests and KV slots, for metrics."""
         return self._scheduler.counts
 
+    def snapshots(self, slo: Callable[[], Mapping[str, tuple[int, int]]]) -> StateSnapshots:
+        """Return what makes snapshots of the state.
+
+        Args:
+            slo: function that returns how often each objective was met and missed.
+        """
+        return StateSnapshots(self._scheduler, self._requests, self._steps, slo)
+
     # --- used by the HTTP layer ----------------------------------------------------------------
 
     def check_room(self, slo: SloBounds, api_key: ApiKey, *, ahead: int) -> None:
@@ -225,7 +238,7 @@ class RequestService:
         try:
             self._check_open()
             self._limiter.check_request(api_key)
-            if (refusal := self._scheduler.refusal_unread(ahead)) is not None:
+            if (refusal := self._scheduler.refusal_unread(api_key.tenant, ahead=ahead)) is not None:
                 raise error_of(refusal)
         except RequestError as error:
             self._observer.refused(error, slo)

@@ -78,7 +78,7 @@ def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
     """Return the texts below the attributes of a class and of its bases."""
     texts: dict[str, str] = {}
     for cls in reversed(model.__mro__):
-        if not issubclass(cls, SettingsSection):
+        if not issubclass(cls, BaseModel) or cls is BaseModel:
             continue
         (body,) = ast.parse(inspect.getsource(cls)).body
         assert isinstance(body, ast.ClassDef)

@@ -207,10 +207,13 @@ class QueueSettings(SettingsSection):
     max_attempts: Count = 3
     """Attempts at a request whose gang fails; one that has streamed continues with its next
     token."""
+    patience_s: Count = 60
+    """Seconds after which no request that comes later goes before a waiting one, whatever
+    objectives and priorities they have."""
 
 
 class HttpSettings(SettingsSection):
-    """Limits for clients that stop in the middle of a request; each gets a 408.
+    """What clients may do. One that stops in the middle of a request gets a 408.
 
     The limit for headers belongs to the reverse proxy (`services.http.header_deadline`).
     """
@@ -219,8 +222,13 @@ class HttpSettings(SettingsSection):
     """Limit for a whole body. For the largest body it means a megabyte in two seconds."""
     body_silence_s: Seconds = 10.0
     """Limit for the next byte of a body."""
+    ui: bool = False
+    """True serves `/v1/csps/state` and the page `/ui` that shows it, to those who may look into the
+    server (`auth.diagnostics`)."""
     request_templates: bool = False
     """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
+    docs: bool = False
+    """True shows the API at `/docs`, and as an OpenAPI document at `/openapi.json`, to everyone."""
 
 
 class TlsSettings(SettingsSection):
@@ -297,8 +305,8 @@ class AuthSettings(SettingsSection):
 
 
 class SloSettings(SettingsSection):
-    """Objectives of requests that bring none of their own (`x-slo-*`). They are counted in
-    `csps:request_slo_total` and enforced nowhere. None counts nothing."""
+    """Objectives of requests that bring none of their own (`x-slo-*`). They order waiting requests
+    (`services.scheduling.core.promises`) and are counted in `csps:request_slo_total`."""
 
     ttft_ms: Milliseconds | None = None
     """Time from submission to the first token."""
@@ -333,6 +341,10 @@ class TelemetrySettings(SettingsSection):
     unless the `tracestate` of a client that may (`auth.diagnostics`) asks for it; more than
     `sample` has no effect. 0 by default: a long prompt has thousands of phases, and the next step
     waits while they are recorded."""
+    request_trace: str | None = None
+    """File that records lengths, times, conversations and objectives of all requests, without
+    text, for `csps simulate`, `csps rates` and `csps bench`. A file of 64 MiB, and that of the
+    router before, becomes `NAME.1`."""
     project: str = "csps"
     """Value of `openinference.project.name`, which groups traces in Arize Phoenix."""
     metrics_prefix: MetricsPrefix = "csps"
@@ -341,7 +353,13 @@ class TelemetrySettings(SettingsSection):
 
     def resolved(self) -> Self:
         """Return a copy with absolute paths."""
-        return self.model_copy(update={"spans_dir": _absolute(self.spans_dir)})
+        trace = self.request_trace
+        return self.model_copy(
+            update={
+                "spans_dir": _absolute(self.spans_dir),
+                "request_trace": None if trace is None else _absolute(trace),
+            }
+        )
 
 
 class TopologySettings(SettingsSection):
@@ -395,11 +413,11 @@ class Settings(SettingsSection):
     default_max_tokens: Count | None = None
     """Answer length of a chat request that does not set one. None: a quarter of the KV slots of the
     gang that decodes, at most 4,096 and at most what is left of the context."""
-    tool_format: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3", "harmony", "none"] = "auto"
     """How the model writes calls of tools; `auto`: as its chat template shows."""
-    reasoning: Literal["auto", "think", "none"] = "auto"
+    reasoning: Literal["auto", "think", "harmony", "none"] = "auto"
     """How the model writes its reasoning, which answers have apart from their text: `think` for
-    `<think>`; `auto`: as its chat template shows."""
+    `<think>`, `harmony` for the channels of gpt-oss; `auto`: as its chat template shows."""
     max_body_bytes: Count = 32 * 1024 * 1024
     api_keys_file: str | None = None
     """File of client keys, each as `KEY` or `NAME KEY`, which is read again when it changes;

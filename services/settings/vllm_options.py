@@ -42,6 +42,7 @@ OURS: Mapping[str, str] = {
 TOOL_FORMATS: Mapping[str, str] = {
     "hermes": "hermes",
     "llama3_json": "llama3",
+    "openai": "harmony",
 }
 """The setting `tool_format` by vLLM's parser."""
 REASONING: Mapping[str, str] = {
@@ -49,6 +50,7 @@ REASONING: Mapping[str, str] = {
     "deepseek_v3": "think",
     "glm45": "think",
     "minimax_m2": "think",
+    "openai_gptoss": "harmony",
     "qwen3": "think",
     "step3": "think",
 }

@@ -65,6 +65,11 @@ COMMANDS = {
     "simulate": Subcommand(
         "loadgen.simulator.simulate", "main", "run a scheduling policy on a simulated cluster"
     ),
+    "capacity": Subcommand(
+        "loadgen.simulator.capacity_command",
+        "main",
+        "find the load that hardware carries, or the hardware for a load",
+    ),
     "plan": Subcommand(
         "loadgen.planner.command",
         "main",
@@ -86,6 +91,7 @@ COMMANDS = {
         "main",
         "traced requests, and how they spent their time",
     ),
+    "top": Subcommand("services.launch.top_command", "main", "what the server does now"),
     "eval": Subcommand("services.evaluation.command", "main", "measure accuracy on hidden facts"),
 }
 """Subcommands in the order in which `--help` lists them."""

@@ -12,7 +12,7 @@ S = 1_000_000_000
 
 def outcome(prompt: int, ttft_s: float, tpot_s: float, output: int = 11) -> RequestOutcome:
     outcome = RequestOutcome(
-        request=1, arrival=Arrival(at_ns=S, prompt_tokens=prompt, output_tokens=output)
+        arrival=Arrival(at_ns=S, prompt_tokens=prompt, output_tokens=output), due_ns=S
     )
     outcome.first_token_ns = S + round(ttft_s * S)
     outcome.ended_ns = outcome.first_token_ns + round(tpot_s * (output - 1) * S)

@@ -91,7 +91,7 @@ from csps.loadgen.results.record import RequestRecord
 from csps.loadgen.results.result import SCHEMA
 from csps.loadgen.results.result import RunDescription as Run
 from csps.loadgen.results.result import summarize
-from csps.loadgen.results.record import Slo as ResultSlo
+from csps.loadgen.workloads.request import Slo as ResultSlo
 from csps.loadgen.simulator.cluster_file import CLUSTERS
 from csps.loadgen.simulator.cluster_file import ClusterFile
 from csps.loadgen.simulator.requests import chained

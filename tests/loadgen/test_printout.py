@@ -6,8 +6,9 @@ import io
 
 from csps.loadgen.bench.console import EVERY_S, line, lines, progress
 from csps.loadgen.client.client import RequestCounts
-from csps.loadgen.results.record import RequestRecord, Slo
+from csps.loadgen.results.record import RequestRecord
 from csps.loadgen.results.result import RunDescription, summarize
+from csps.loadgen.workloads.request import Slo
 
 MS = 1_000_000
 

@@ -16,9 +16,9 @@ import pytest
 from csps.cli import main
 from csps.loadgen.report import figures
 from csps.loadgen.report.page import draw_all, page
-from csps.loadgen.results.record import RequestRecord, Slo
+from csps.loadgen.results.record import RequestRecord
 from csps.loadgen.results.result import RunDescription, summarize, write_result
-from csps.loadgen.workloads.request import RequestObjective
+from csps.loadgen.workloads.request import RequestObjective, Slo
 
 MS = 1_000_000
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.loadgen.results.record import RequestRecord, Slo, by_input_length
+from csps.loadgen.results.record import RequestRecord, by_input_length
 from csps.loadgen.results.result import LATE_S, RunDescription, read_result, summarize, write_result
-from csps.loadgen.workloads.request import RequestObjective
+from csps.loadgen.workloads.request import RequestObjective, Slo
 from csps.protocols.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,9 @@ from raw_server import answer_ok, raw_server
 
 from csps.loadgen.bench import sweep
 from csps.loadgen.bench.sweep import NORMALIZED, RateSearch, SweepLimits
-from csps.loadgen.results.record import RequestRecord, Slo
+from csps.loadgen.results.record import RequestRecord
 from csps.loadgen.results.result import RunDescription, read_result, summarize
+from csps.loadgen.workloads.request import Slo
 from csps.protocols.core.errors import ConfigError, FaultError
 
 MS = 1_000_000

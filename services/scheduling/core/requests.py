@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from csps.protocols.core.errors import (
@@ -12,7 +12,9 @@ from csps.protocols.core.errors import (
     DeadlineExceeded,
     QueueFull,
     RateLimited,
+    SloNotMet,
 )
+from csps.services.scheduling.core.promises import Promises
 from csps.services.scheduling.core.queue import (
     GENERATED_WEIGHT,
     Queue,
@@ -34,6 +36,9 @@ from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.state import Request, Round, Sequence, order_key, wire_error
 
 DRAIN_RETRY_AFTER_S = 10.0
+OWN_PART = 8
+"""One in so many places of the queue is there for each tenant, however many others wait: one that
+sends little is not refused because of one that fills the queue."""
 
 
 class Admission:
@@ -49,6 +54,8 @@ class Admission:
         """Requests that have not started, those that pause before another attempt included."""
         self.waiting_tokens = 0
         """Their tokens, prompts and answers together."""
+        self._waiting: dict[TenantId, int] = {}
+        """Waiting requests of each tenant that has some."""
         self._slots: dict[TenantId, int] = {}
         """Slots that the requests of each tenant need, from admission to their end."""
         self.draining = False
@@ -60,7 +67,7 @@ class Admission:
         return (
             self._capacity.rejection(prompt_tokens, output_tokens)
             or self._beyond_share(prompt_tokens, output_tokens, tenant, kv_permille)
-            or self.refusal_unread(prompt_tokens + output_tokens)
+            or self.refusal_unread(tenant, prompt_tokens + output_tokens)
         )
 
     def _beyond_share(
@@ -84,7 +91,9 @@ class Admission:
             )
         return None
 
-    def refusal_unread(self, tokens: int = 0, *, ahead: int = 0) -> QueueFull | None:
+    def refusal_unread(
+        self, tenant: TenantId, tokens: int = 0, *, ahead: int = 0
+    ) -> QueueFull | None:
         """Return the error with which a request is refused of which only the tokens are known, or
         None.
 
@@ -96,9 +105,14 @@ class Admission:
         limits = self._limits
         if self.draining:
             return QueueFull("the server is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
-        if self.waiting + ahead >= limits.max_waiting:
+        requests, request_tokens = limits.max_waiting, limits.max_waiting_tokens
+        own = self._waiting.get(tenant, 0)
+        if own < max(1, requests // OWN_PART) and own < self.waiting:
+            requests += max(1, requests // OWN_PART)
+            request_tokens += max(1, request_tokens // OWN_PART)
+        if self.waiting + ahead >= requests:
             reason = f"{self.waiting + ahead} requests are waiting"
-        elif self.waiting and self.waiting_tokens + tokens > limits.max_waiting_tokens:
+        elif self.waiting and self.waiting_tokens + tokens > request_tokens:
             reason = f"{self.waiting_tokens} tokens are waiting"
         else:
             return None
@@ -116,16 +130,25 @@ class Admission:
         """Count a request that begins to wait."""
         self.waiting += 1
         self.waiting_tokens += _tokens(request)
+        self._waiting[request.tenant] = self._waiting.get(request.tenant, 0) + 1
 
     def leave(self, request: Request, *, started: bool) -> None:
         """Count a request that starts or ends."""
         self.waiting -= 1
         self.waiting_tokens -= _tokens(request)
+        self._waiting[request.tenant] -= 1
+        if not self._waiting[request.tenant]:
+            del self._waiting[request.tenant]
         if started:
             self._starts.append(self._round.now_ns)
 
-    def check_slots(self, live: Iterable[Request]) -> None:
-        """Assert that each tenant's slots are those of its live requests."""
+    def check_slots(self, live: Collection[Request]) -> None:
+        """Assert that each tenant's slots and place in the queue are those of its live requests."""
+        waiting: dict[TenantId, int] = {}
+        for request in live:
+            if request.waiting:
+                waiting[request.tenant] = waiting.get(request.tenant, 0) + 1
+        assert self._waiting == waiting, "waiting requests of tenants"
         sums: dict[TenantId, int] = {}
         for request in live:
             sums[request.tenant] = sums.get(request.tenant, 0) + _tokens(request)
@@ -163,6 +186,7 @@ class Requests:
         policy: Policy,
         limits: QueueLimits,
         reuses: bool,
+        promises: Promises,
     ) -> None:
         self._reuses = reuses
         self._round, self._timers, self._gangs = this_round, timers, gangs
@@ -173,7 +197,8 @@ class Requests:
         self._blocked_since_ns: int | None = None
         self.capacity = CapacityCheck(policy)
         self.admission = Admission(this_round, limits, self.capacity)
-        self.queue = Queue()
+        self.promises = promises
+        self.queue = Queue(promises)
         self.recent = RecentTokens(this_round)
         self.live: dict[RequestId, Request] = {}
 
@@ -208,13 +233,27 @@ class Requests:
             submitted_ns=now_ns,
             waiting_since_ns=now_ns,
             hashes=event.hashes if self._reuses else (),
+            client_priority=event.priority,
+            promise=event.promise,
         )
+        if (broken := self._broken_at_once(request)) is not None:
+            self._round.emit(Refuse(request_id=request.id, error=wire_error(broken)))
+            return
         self.live[request.id] = request
         self.admission.admit(request)
         self._begin_to_wait(request)
         self.push(request)
         if event.deadline_ns is not None:
             self.later(request, event.deadline_ns, self._expire)
+
+    def _broken_at_once(self, request: Request) -> SloNotMet | None:
+        """Return the error if the request would rather be refused than served as late as this."""
+        if request.promise is None or not request.promise.refuse:
+            return None
+        request.priority = self._policy.priority(request.prompt_tokens, self._gangs.pairs)
+        self.promises.predict(request)
+        request.place = self.promises.place(request)
+        return self.promises.broken(request, self.queue.everyone())
 
     def push(self, request: Request) -> None:
         """Put an admitted request into its queue; fail it if it no longer fits the gangs."""
@@ -223,7 +262,25 @@ class Requests:
             self.fail(request, wire_error(rejection))
             return
         request.priority = self._policy.priority(request.prompt_tokens, self._gangs.pairs)
+        if request.promise is not None:
+            self._predict(request)
         self.queue.push(request)
+        self._round.stale = True
+
+    def _predict(self, request: Request) -> None:
+        """Predict the latest start that keeps the request's objective, and look again then."""
+        self.promises.predict(request)
+        latest_ns = request.latest_start_ns
+        if latest_ns is not None:
+            self.later(request, max(latest_ns, self._round.now_ns) + 1, self._late)
+
+    def _late(self, request: Request) -> None:
+        """Reconsider the order when an objective can no longer be kept; end the request if its
+        client wants that."""
+        if not request.waiting:
+            return
+        if (broken := self.promises.broken(request, ())) is not None:
+            self.fail(request, wire_error(broken))
         self._round.stale = True
 
     def take(self, request: Request, sequence: Sequence) -> None:

@@ -100,6 +100,15 @@ def own_way(name: str) -> str:
     return _registered(name).own_way
 
 
+def policy_pairings(name: str) -> tuple[Pairing, ...]:
+    """Return the gangs that a policy can use.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    return _registered(name).pairings
+
+
 def check_pairing(name: str, pairing: Pairing) -> None:
     """Check that a policy can use the configured gangs.
 

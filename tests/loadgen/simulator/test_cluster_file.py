@@ -17,7 +17,13 @@ from csps.configurator.model.scaling_information_base import (
     Identity,
     ScalingInformationBase,
 )
-from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster, parse_cluster
+from csps.loadgen.simulator.cluster_file import (
+    CLUSTERS,
+    Arrangement,
+    load_cluster,
+    parse_cluster,
+    read_gpus,
+)
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
@@ -136,7 +142,8 @@ def test_a_missing_cluster_names_those_there_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_named_cluster_can_be_loaded(path: Path) -> None:
-    model = load_cluster(path.stem)
+    gangs = Arrangement.parse("4x2") if read_gpus(path.stem) else None
+    model = load_cluster(path.stem, gangs)
     assert model.table.step(1, model.prefill.tp).predict_ns(1000) > 0
 
 

@@ -207,7 +207,9 @@ def test_freeness_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     by_freeness = tpot_ns(simulated(arrivals))
 
-    def first(self: DecodeOverlay, prompt_tokens: int, output_tokens: int) -> Placed | None:
+    def first(
+        self: DecodeOverlay, prompt_tokens: int, output_tokens: int, *, modest: bool = False
+    ) -> Placed | None:
         total = prompt_tokens + output_tokens
         roomy = (holder.id for holder in self._holders.values() if holder.free >= total)
         holder = next(roomy, None)

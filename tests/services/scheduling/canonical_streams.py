@@ -58,6 +58,8 @@ RENAMED: dict[str, str] = {
     "ReserveKv.kept_only": "",
     "ReserveKv.trace": "",
     "JoinBatch.first_token": "",
+    "PrefillStep.next_tokens": "",
+    "PrefillStep.prompt_logprobs": "",
     "JoinBatch.instances": "",
     "MoveSequence.prompt_tokens": "",
     "MoveSequence.stop": "",
@@ -76,9 +78,11 @@ RENAMED: dict[str, str] = {
     "PrefillChunk.last": "",
     "PrefillChunk.decoded": "",
     "PrefillChunk.first_index": "",
-    # fields that are newer than the recordings, in which nobody had an API key
+    # fields that are newer than the recordings, in which nobody had an API key or an objective
     "submitted.tenant": "",
     "submitted.kv_permille": "",
+    "submitted.priority": "",
+    "submitted.promise": "",
     "request_cancelled.generated_tokens": "",
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one

@@ -40,11 +40,15 @@ class LoongServeOptions:
     """True if KV of decoding requests moves where that gains more than it costs."""
     max_delay_s: float = 0.0
     """Seconds that requests may be delayed to start on all instances instead of some."""
+    max_prompts: int = 0
+    """Most prompts that start in a round; 0: as many as pay off. 1 is single-request scheduling,
+    for comparison."""
     static_dop: int = 0
     """Size of fixed groups, for comparison; 0: elastic."""
 
     def __post_init__(self) -> None:
         check_least(self, 0, "max_num_ooe", "tipping_tokens", "decode_iterations", "static_dop")
+        check_least(self, 0, "max_prompts")
         check_least(self, 0, "max_delay_s", "scale_up_batch")
         for name, known in (("objective", OBJECTIVES), ("batching", BATCHINGS)):
             if (value := getattr(self, name)) not in known:

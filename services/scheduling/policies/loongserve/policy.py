@@ -256,7 +256,7 @@ class _Round:
             self._model,
             future_slots=self.unused - moving,
             average_decode_ns=self._pair.decode.decode_ns,
-            most=max(0, min(most_requests(available), room)),
+            most=max(0, min(most_requests(available), room, self._options.max_prompts or room)),
             max_num_ooe=self._options.max_num_ooe,
         )
         return dispatcher.dispatch(self._pending(), idle, batches)
@@ -364,6 +364,9 @@ class _Round:
         yield from self._moves(allocation.migrations)
         whole = _whole_groups(allocation.instances, dispatched.preempted)
         chosen = self._gang.elastic([instance.id for instance in whole])
+        # The paper sorts by location, then by ascending unused slots (§5.3). A group needs slots
+        # before it needs near neighbors: descending slots find batches that ascending ones miss,
+        # and location only decides between equal ones.
         instances = sorted(chosen, key=lambda instance: (-instance.unused, instance.order))
         instances = instances[:MOST_INSTANCES]
         prompts.sort(key=lambda prompt: (-prompt.tokens, prompt.id))
