@@ -74,7 +74,7 @@ audit: $(AUDIT) ## list known vulnerabilities of what is pinned, and write dist/
 	@mkdir -p dist
 	.venv-audit/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
 	  --output-file dist/sbom.json constraints.txt
-	.venv-audit/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 format: $(DEV) ## let ruff repair what it can
 	$(BIN)/ruff check --fix .

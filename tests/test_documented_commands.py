@@ -27,6 +27,7 @@ from csps.services.settings.hub import is_hub_id
 
 CHECKED_ELSEWHERE = {
     "docker": "tests/deploy/test_images.py",
+    "haproxy": "tests/examples/test_two_cells.py",
     "helm": "tests/helm/test_helm_commands.py",
     "kubectl": "tests/helm/test_helm_commands.py",
     "prometheus": "tests/end_to_end/test_observed.py",

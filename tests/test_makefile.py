@@ -1,13 +1,17 @@
-"""The Makefile, with a `csps` and a `pip` that only note what they are asked for."""
+"""The Makefile, with a `csps` and a `pip` that only note what they are asked for, and the hosted
+workflow, which calls it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -125,3 +129,31 @@ def test_an_index_that_cannot_be_reached_is_said_and_does_not_stop_the_rest(
     assert "gigabytes" in said
     assert "CPU_WHEELS=" in said
     assert asked(checkout)[-1].endswith("-e .")
+
+
+def test_the_hosted_workflow_runs_what_is_here() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yaml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    lines = [
+        [word for word in step["run"].split() if "=" not in word or word[0] == "-"]
+        for step in steps
+        if "run" in step
+    ]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for program, *words in lines:
+        if program == "make":
+            assert set(words) <= targets
+        elif program == "python":
+            assert (ROOT / words[0]).is_file()
+        else:
+            assert program == "pip" or os.access(ROOT / program, os.X_OK)
+    assert ["make", "audit"] in lines
+    assert all("@" in step["uses"] for step in steps if "uses" in step), "an action is pinned"
+
+
+def test_the_list_of_parts_is_made_of_what_is_installed() -> None:
+    """`make audit` reads the file that pins what `make serve` installs."""
+    recipe = (ROOT / "Makefile").read_text().partition("\naudit:")[2].partition("\n\n")[0]
+    assert recipe.count("constraints.txt") == 2
+    assert "--output-file dist/sbom.json" in recipe
+    assert "--strict" in recipe, "a package that cannot be looked up is an error"

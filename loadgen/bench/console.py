@@ -93,6 +93,9 @@ def lines(result: Result) -> Iterator[str]:
         yield from _latencies(result, metric)
     yield from _by_length(result)
     yield from _probes(result)
+    if of_server := result.get("server_metrics"):
+        yield _title("The server's own metrics", "-")
+        yield from _rows(of_server)
     for reason, count in result["failed_by_reason"].items():
         yield f"{count} x {reason}"
     yield "=" * _WIDTH

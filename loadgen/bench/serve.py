@@ -34,6 +34,7 @@ from csps.loadgen.bench.requests import (
     probe_request,
     token_count,
 )
+from csps.loadgen.bench.server_metrics import between, totals
 from csps.loadgen.client.client import ENDPOINTS, LoadClient, RequestFormat, Transcript
 from csps.loadgen.client.connection import Server
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
@@ -364,6 +365,7 @@ async def measure(
         max_duration_s=arguments.max_duration,
     )
     shown = progress(load_client.counts, len(selected.requests))
+    before = await totals(target.server)
     cpu_s = time.process_time()
     async with (
         nullcontext() if arguments.disable_tqdm else shown,
@@ -377,6 +379,7 @@ async def measure(
         "client_cpu_s": round(cpu_s, 4),
         "client_cpu_ms_per_request": round(1000 * cpu_s / max(1, len(records)), 4),
     }
+    facts |= between(before, await totals(target.server))
     if arguments.probe_request_rate:
         facts |= probes.figures()
     return summarize(records, replace(run, facts=run.facts | facts))

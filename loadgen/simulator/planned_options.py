@@ -77,9 +77,10 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
             strategies=("ntp",),
         )
 
-    def with_accuracy(self, accuracy: AccuracyModel) -> PlannedOptions:
-        """Return options that may lose as much accuracy as a request allows."""
-        return PlannedOptions(self._speed, accuracy)
+    def measured(self, accuracy: AccuracyModel) -> None:
+        """Offer what loses as much accuracy as a request allows, from now on."""
+        self._accuracy = accuracy
+        self._found.clear()
 
     def add(self, cls: RequestClass) -> None:
         """Plan options for requests of a class as well.
@@ -205,7 +206,7 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
         return self._groups[shape]
 
 
-def _largest(ends: list[Loss], settings: Sequence[CsaSettings]) -> list[float]:
+def _largest(ends: Sequence[Loss], settings: Sequence[CsaSettings]) -> list[float]:
     """Return the larger losses of a bucket's shortest and longest prompts."""
     return list(map(max, *(loss(settings) for loss in ends)))
 

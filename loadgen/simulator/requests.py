@@ -142,10 +142,13 @@ TURN_BEFORE_FAILED = "the turn before failed"
 QUEUE_PERCENTILES = (50, 99)
 
 
-def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
+def arrivals_of(requests: Sequence[WorkloadRequest], cls: str = EXACT) -> list[Arrival]:
     """Return the requests of a workload as arrivals whose answers have exactly their length.
 
     A conversation's turns follow each other in the order of the workload.
+
+    Args:
+        cls: class of the requests that ask for no attention of their own.
     """
     tenants = tenants_of(requests)
     last: dict[str, int] = {}
@@ -160,7 +163,7 @@ def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
                 prompt_tokens=request.input_length,
                 output_tokens=request.output_length,
                 max_tokens=request.max_tokens,
-                cls=class_of(request),
+                cls=class_of(request, cls),
                 hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
                 tenant=tenants[request.tenant],
                 after=after,
@@ -171,11 +174,11 @@ def arrivals_of(requests: Sequence[WorkloadRequest]) -> list[Arrival]:
     return arrivals
 
 
-def class_of(request: WorkloadRequest) -> str:
+def class_of(request: WorkloadRequest, default: str) -> str:
     """Return the scheduler's name of a request's class."""
     asked = request.objective
     if request.cls or asked is None:
-        return request.cls or EXACT
+        return request.cls or default
     objective = Objective(
         kind="accuracy" if asked.objective == "accuracy" else "ttft",
         max_accuracy_loss=asked.max_accuracy_loss,

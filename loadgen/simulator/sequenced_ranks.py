@@ -117,6 +117,8 @@ class SequencedRanks:
         self._leaving: dict[int, tuple[SimulatedMember, Callable[[], None]]] = {}
         self._budget = 0
         self._awake = False
+        self._changed: set[int] = set()
+        """Ranks whose next entry may have changed since they were looked at."""
         self.log = IterationLog()
 
     def __len__(self) -> int:
@@ -201,8 +203,12 @@ class SequencedRanks:
             work = _QueuedEntry(entry, ranks)
             for rank in ranks:
                 self._queues[rank].append(work)
-        while any(self._begin(rank) for rank in self._all):
-            pass
+            self._changed.update(ranks)
+        while self._changed:
+            rank = min(self._changed)
+            self._changed.discard(rank)
+            if self._begin(rank):
+                self._changed.add(rank)
 
     def _begin(self, rank: int) -> bool:
         """Begin the next entry of a rank if it is next on all its ranks; return whether it is
@@ -231,7 +237,9 @@ class SequencedRanks:
                 batch_members = {
                     sequence: member
                     for sequence, member in self._batch_members.items()
-                    if group.issuperset(member.ranks or self._all)
+                    # Groups share no rank, so the first one tells most members apart.
+                    if (member.ranks or self._all)[0] in group
+                    and group.issuperset(member.ranks or self._all)
                 }
                 self._iterate(
                     _Grant(work, op, self._timeline.now_ns, batch_members, []), op.iterations
@@ -245,6 +253,7 @@ class SequencedRanks:
     def _executed(self, work: _QueuedEntry) -> None:
         for rank in work.ranks:
             assert self._queues[rank].popleft() is work, "out of order"
+        self._changed.update(work.ranks)
 
     def _run(self, work: _QueuedEntry, run: RunQuantum) -> None:
         task = self._tasks[run.step]

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
+from pydantic import ValidationError
 
-from csps.configurator.costs.cost_table import Costs, CostTable
+from csps.configurator.costs.cost_table import EXACT, Costs, CostTable
+from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.loadgen.bench.options import add_ignored_fields, positive, rate
 from csps.loadgen.report.page import write_page
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
@@ -32,7 +34,9 @@ from csps.loadgen.workloads.request import (
     fit,
 )
 from csps.loadgen.workloads.traces import TraceRules, at_rate, read_trace
+from csps.protocols.attention.plan import RequestClass
 from csps.protocols.core.errors import ConfigError
+from csps.protocols.openai.csps_options import CspsRequestOptions, request_class
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
@@ -48,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     system = system_named(arguments.policy)
     cluster = cluster_for(system, arguments.cluster, arguments.gangs)
     requests = chosen(arguments, cluster)
+    asked = None if arguments.csps is None else attention(arguments.csps)
+    cls = with_options(cluster, asked, arguments.accuracy)
     began = time.perf_counter()
     reuse = reuse_of(arguments.kv_reuse)
     meter = RunMeter(cluster, progress_on(sys.stderr, len(requests.requests)))
@@ -57,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
         system.options_on(cluster, options_of(arguments.option)),
         requests,
         reuse,
+        cls=cls,
         users=arguments.max_concurrency,
         meter=meter,
     )
@@ -142,6 +149,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="default: 1000, or the whole trace")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and times (0)")
     parser.add_argument("--output-len", type=int, help="answers have at most so many tokens")
+    parser.add_argument(
+        "--csps",
+        metavar="JSON",
+        help="the csps object of requests that bring none, as in the API; the cluster file needs "
+        "a rank",
+    )
+    parser.add_argument(
+        "--accuracy", type=Path, metavar="FOLDER", help="regressor of the loss of accuracy"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots here")
     arguments = parser.parse_args(argv)
@@ -185,6 +201,45 @@ def read_simulable(arguments: argparse.Namespace, cluster: ClusterModel) -> list
     if not requests:
         raise ConfigError(f"{arguments.trace} has no requests")
     return requests
+
+
+def attention(text: str) -> RequestClass:
+    """Return the class of requests with a `csps` object.
+
+    Raises:
+        ConfigError: the object is invalid.
+    """
+    try:
+        return request_class(CspsRequestOptions.model_validate_json(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        named = first.get("ctx", {}).get("field")
+        field = ".".join([*map(str, first["loc"]), *([named] if named else [])])
+        raise ConfigError(f"--csps: {field + ': ' if field else ''}{first['msg']}") from None
+
+
+def with_options(cluster: ClusterModel, cls: RequestClass | None, accuracy: Path | None) -> str:
+    """Plan options for requests of a class; return the class's name for the scheduler.
+
+    Args:
+        cls: class of the requests. None: they ask for nothing.
+        accuracy: folder of the model's losses of accuracy.
+
+    Raises:
+        ConfigError: the cluster has no times of such attention.
+    """
+    if cluster.options is None:
+        if cls is not None and (cls.csa is not None or cls.objective is not None):
+            raise ConfigError(
+                "--csps: the cluster file says nothing of sparse attention; give it the speed of "
+                "a rank (docs/simulator.md)"
+            )
+        return EXACT if cls is None or cls.strategy is None else cls.key
+    if accuracy is not None:
+        cluster.options.measured(AccuracyModel.load(accuracy, None))
+    cls = cls or RequestClass()
+    cluster.options.add(cls)
+    return cls.key
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -285,12 +340,14 @@ def simulate(
     requests: FittedRequests,
     reuse: ReuseSettings | None = None,
     *,
+    cls: str = EXACT,
     users: int | None = None,
     meter: RunMeter | None = None,
 ) -> SimulationResult:
     """Run one simulation.
 
     Args:
+        cls: class of the requests that ask for no attention of their own.
         users: number of users in a closed loop. None: requests come at their times.
         meter: counts what happens.
 
@@ -298,7 +355,7 @@ def simulate(
         ConfigError: the policy or option is unknown.
     """
     scheduler = scheduler_of(cluster, policy, options, reuse)
-    arrivals = arrivals_of(requests.requests)
+    arrivals = arrivals_of(requests.requests, cls)
     simulator = Simulator(scheduler, cluster, arrivals, users=users, observer=meter)
     if meter is not None:
         meter.watch(scheduler)

@@ -4,13 +4,14 @@ API."""
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from csps.protocols.attention.csa import ALL_QUERIES, ntp_only
-from csps.protocols.attention.plan import ASKED_RINGS, AskedRing
+from csps.protocols.attention.csa import ALL_QUERIES, CsaSettings, ntp_only
+from csps.protocols.attention.plan import ASKED_RINGS, AskedRing, Objective, RequestClass
 from csps.protocols.core.errors import abridged, nearest
 from csps.protocols.core.topology import MAX_LEVELS
 
@@ -218,3 +219,72 @@ class CspsRequestOptions(_CsaOptions):
     def ring(self) -> AskedRing | None:
         """Exact strategy that was asked for, or None."""
         return next((ring for ring in ASKED_RINGS if ring == self.strategy), None)
+
+
+def request_class(options: CspsRequestOptions) -> RequestClass:
+    """Return the class of requests with these options."""
+    wanted, given = objective(options), given_of_csa(options)
+    is_open = leaves_open(options, given)
+    by_configurator = options.attention != "csa" or (is_open and not given)
+    return RequestClass(
+        None if by_configurator else csa_settings(options),
+        options.ring,
+        wanted if is_open else None,
+        given if is_open else (),
+    )
+
+
+def objective(options: CspsRequestOptions) -> Objective:
+    """Return what to optimize; with a bound on TTFT alone that is accuracy."""
+    only_ttft_bound = options.max_ttft_ms is not None and options.max_accuracy_loss is None
+    return Objective(
+        kind=options.objective or ("accuracy" if only_ttft_bound else "ttft"),
+        max_accuracy_loss=options.max_accuracy_loss,
+        max_ttft_ms=options.max_ttft_ms,
+    )
+
+
+def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
+    """Return whether the configurator may choose, within bounds, which keys attention drops.
+
+    It may for a request with bounds and no attention of its own, and for sparse attention without a
+    drop ratio.
+
+    Args:
+        given: result of `given_of_csa`.
+    """
+    if options.attention == "csa":
+        by_hand = {"drop_ratios", "nested", "decode_kept_only"}
+        return not by_hand & set(given)
+    return options.attention == "auto" and options.ring is None and objective(options).bounded
+
+
+_CSA_OPTIONS = {field.name: field.name for field in fields(CsaSettings)} | {
+    "drop_ratios": "drop_ratio"
+}
+"""Names of options by field of `CsaSettings`."""
+
+
+def given_of_csa(options: CspsRequestOptions) -> tuple[str, ...]:
+    """Return the fields of `CsaSettings` that the client fixed."""
+    return tuple(
+        name for name, option in _CSA_OPTIONS.items() if getattr(options, option) is not None
+    )
+
+
+def csa_settings(options: CspsRequestOptions) -> CsaSettings:
+    """Return the settings of sparse attention; keys are dropped only as the client asked.
+
+    With an importance window the default `importance_layer` is "same".
+    """
+    given = {
+        name: getattr(options, name) for name in given_of_csa(options) if name != "drop_ratios"
+    }
+    settings = CsaSettings(**given)
+    if options.drop_ratio is not None:
+        settings = replace(settings, drop_ratios=options.drop_ratio)
+    if "importance_layer" in given or settings.importance_window == ALL_QUERIES:
+        return settings
+    # The layer before may look at other keys than this one, which models of few layers show
+    # (benchmarks/results/two-servers-2026-11-21.md).
+    return replace(settings, importance_layer="same")

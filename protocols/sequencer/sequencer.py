@@ -41,6 +41,9 @@ from csps.protocols.sequencer.log_entries import (
 )
 from csps.protocols.sequencer.steps import Quantum, SequencedStep, SequencedSteps, StepSpec
 
+MOST_QUANTA = 2
+"""Quanta of a step that may be outstanding."""
+
 
 class RunOrder:
     """Chooses what runs next. Reads steps and batches and changes neither."""
@@ -64,6 +67,8 @@ class RunOrder:
         iterations."""
         found: tuple[GrantGroup, int] | None = None
         for group in self._batches.groups:
+            if group.grants >= GRANTS:  # the cheapest question, and usually the answer
+                continue
             waited = found is None or group.served < found[0].served
             if waited and (iterations := self._grant_length(group)):
                 found = group, iterations
@@ -71,7 +76,10 @@ class RunOrder:
 
     def _may_run(self, step: SequencedStep) -> bool:
         """Return True if a step may have a quantum."""
-        if not self._can_continue(step) or len(step.outstanding) >= self._most_outstanding(step):
+        outstanding = len(step.outstanding)
+        if outstanding >= MOST_QUANTA or not self._can_continue(step):
+            return False
+        if outstanding and outstanding >= self._most_outstanding(step):
             return False
         # Each batch on the step's ranks must have had a grant since the last quantum of any step.
         return all(
@@ -88,13 +96,11 @@ class RunOrder:
         # Two if nothing else can have its ranks before it finishes: the ranks then need not idle
         # while a report travels to rank 0.
         beside = any(True for rank in step.task.ranks for _ in self._batches.groups_on(rank))
-        return 1 if beside or self._steps.interruptible(step) else 2
+        return 1 if beside or self._steps.interruptible(step) else MOST_QUANTA
 
     def _grant_length(self, group: GrantGroup) -> int:
         """Return the iterations of the grant that a group may have now; 0 if it may have none."""
         grants = group.grants
-        if grants >= GRANTS:
-            return 0
         if self._alone(group):
             return group.long_grant()
         # A step that could not run while its report was awaited is next, as long as the group has

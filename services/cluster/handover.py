@@ -126,7 +126,8 @@ class Handover:
         deadlines: HandoverDeadlines | None = None,
     ) -> None:
         """Args:
-        feasible: returns whether the nodes would hold the gangs if the former ones were gone.
+        feasible: returns whether the gangs lack nothing but the room that the former ones take. It
+            may block.
         """
         self._feasible = feasible
         self._cluster, self._directory, self._rollouts = cluster, directory, rollouts
@@ -137,13 +138,12 @@ class Handover:
         """Wait until Serve may send requests to this router and drain the former one.
 
         That is when this router is ready, when no former router serves, or when its gangs do not
-        fit beside the former ones. Gangs that would not fit alone either are waited for: the former
-        rollout must not end for them.
+        fit beside the former ones. Gangs that would not fit alone either, or that fail before they
+        begin, are waited for: the former rollout must not end for them.
         """
         ends = time.monotonic() + self._deadlines.placement_s
         while self._cluster.link is None and await _former_serves(self._rollouts):
-            missing = await self._unplaced()
-            if missing and time.monotonic() > ends and self._feasible():
+            if time.monotonic() > ends and (missing := await self._unplaced()):
                 _log.warning(
                     "no %s gang has begun to start within %g s: taking over without, because both "
                     "rollouts do not seem to fit side by side",
@@ -164,12 +164,15 @@ class Handover:
             _log.warning("the next rollout waits %g s more: %s", SILENCE_S, exc)
 
     async def _unplaced(self) -> frozenset[GangRole]:
-        """Return the roles of which no gang has begun to start; none if that is unknown."""
+        """Return the roles of which no gang has begun to start, for want of the former ones' room;
+        none if that is unknown."""
         try:
-            return self._roles - (await self._directory.census()).begun
-        except Exception as exc:  # whatever a directory of another process may raise
-            _log.info("the gang directory does not answer, retrying: %s", exc)
-            return frozenset()
+            missing = self._roles - (await self._directory.census()).begun
+            if missing and await asyncio.to_thread(self._feasible):
+                return missing
+        except Exception as exc:  # whatever a directory, or Serve, may raise
+            _log.info("cannot see which gangs lack room, retrying: %s", exc)
+        return frozenset()
 
     async def _serve(self) -> None:
         """Publish that this router serves, and make room for its gangs, for ever."""

@@ -75,6 +75,13 @@ def holds_gangs(settings: Settings) -> bool:
     return total.get("CPU", 0) >= cpus and total.get("GPU", 0) >= gpus
 
 
+def fail_to_start() -> bool:
+    """Return whether Serve says of a deployment of this application that its replicas fail when
+    they start, or have failed too often."""
+    application = serve.status().applications[application_name()]
+    return any("failed to start" in status.message for status in application.deployments.values())
+
+
 def _node_address() -> str:
     """Return this node's address as the cluster knows it.
 

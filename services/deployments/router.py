@@ -7,7 +7,6 @@ import gc
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 from ray.serve.handle import DeploymentHandle
@@ -19,6 +18,7 @@ from csps.services.cluster.handover import Handover
 from csps.services.cluster.ray_context import (
     RayGenerations,
     application_name,
+    fail_to_start,
     holds_gangs,
     serving_rollouts,
 )
@@ -80,7 +80,7 @@ class Router:
             directory,
             serving_rollouts(rollout),
             roles,
-            feasible=partial(holds_gangs, settings),
+            feasible=lambda: holds_gangs(settings) and not fail_to_start(),
         )
         recorded = settings.telemetry.request_trace
         self._load_trace = None if recorded is None else LoadTrace(Path(recorded))

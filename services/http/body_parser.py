@@ -11,7 +11,7 @@ import json
 import secrets
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -29,11 +29,16 @@ from csps.models.tokenizers.grammar import (
 )
 from csps.models.tokenizers.tokenizer import Tokenizer, TooManyTokens
 from csps.protocols.anthropic.messages import MessagesRequest
-from csps.protocols.attention.csa import ALL_QUERIES, CsaSettings
+from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import AskedRing, Attention, Objective
 from csps.protocols.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from csps.protocols.gang.messages import Sampling
-from csps.protocols.openai.csps_options import CspsRequestOptions
+from csps.protocols.openai.csps_options import (
+    csa_settings,
+    given_of_csa,
+    leaves_open,
+    objective,
+)
 from csps.protocols.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -632,59 +637,3 @@ def _grammar_of(form: StructuredOutput) -> str:
             return choice_grammar(json.loads(form.text))
         case "grammar":
             return any_grammar(form.text)
-
-
-def objective(options: CspsRequestOptions) -> Objective:
-    """Return what to optimize; with a bound on TTFT alone that is accuracy."""
-    only_ttft_bound = options.max_ttft_ms is not None and options.max_accuracy_loss is None
-    return Objective(
-        kind=options.objective or ("accuracy" if only_ttft_bound else "ttft"),
-        max_accuracy_loss=options.max_accuracy_loss,
-        max_ttft_ms=options.max_ttft_ms,
-    )
-
-
-def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
-    """Return whether the configurator may choose, within bounds, which keys attention drops.
-
-    It may for a request with bounds and no attention of its own, and for sparse attention without a
-    drop ratio.
-
-    Args:
-        given: result of `given_of_csa`.
-    """
-    if options.attention == "csa":
-        by_hand = {"drop_ratios", "nested", "decode_kept_only"}
-        return not by_hand & set(given)
-    return options.attention == "auto" and options.ring is None and objective(options).bounded
-
-
-_CSA_OPTIONS = {field.name: field.name for field in fields(CsaSettings)} | {
-    "drop_ratios": "drop_ratio"
-}
-"""Names of options by field of `CsaSettings`."""
-
-
-def given_of_csa(options: CspsRequestOptions) -> tuple[str, ...]:
-    """Return the fields of `CsaSettings` that the client fixed."""
-    return tuple(
-        name for name, option in _CSA_OPTIONS.items() if getattr(options, option) is not None
-    )
-
-
-def csa_settings(options: CspsRequestOptions) -> CsaSettings:
-    """Return the settings of sparse attention; keys are dropped only as the client asked.
-
-    With an importance window the default `importance_layer` is "same".
-    """
-    given = {
-        name: getattr(options, name) for name in given_of_csa(options) if name != "drop_ratios"
-    }
-    settings = CsaSettings(**given)
-    if options.drop_ratio is not None:
-        settings = replace(settings, drop_ratios=options.drop_ratio)
-    if "importance_layer" in given or settings.importance_window == ALL_QUERIES:
-        return settings
-    # The layer before may look at other keys than this one, which models of few layers show
-    # (benchmarks/results/two-servers-2026-11-21.md).
-    return replace(settings, importance_layer="same")

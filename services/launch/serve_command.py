@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -171,8 +172,11 @@ def last_line(text: str) -> str:
 
 
 def _count(name: str, deployment: Mapping[str, Any]) -> str:
-    running = sum(replica["state"] == "RUNNING" for replica in deployment["replicas"])
-    return f"{name} {running}/{deployment['target_num_replicas']}"
+    states = Counter(replica["state"] for replica in deployment["replicas"])
+    count = f"{name} {states['RUNNING']}/{deployment['target_num_replicas']}"
+    # Those that run may be the former version's.
+    starting = states["STARTING"] if states["RUNNING"] else 0
+    return f"{count} and {starting} starting" if starting else count
 
 
 def _reason(name: str, deployment: Mapping[str, Any]) -> str:

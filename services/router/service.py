@@ -229,7 +229,7 @@ class RequestService:
         try:
             self._check_open()
             self._limiter.check_request(api_key)
-            if (refusal := self._scheduler.refusal_unread(ahead)) is not None:
+            if (refusal := self._scheduler.refusal_unread(api_key.tenant, ahead=ahead)) is not None:
                 raise error_of(refusal)
         except RequestError as error:
             self._observer.refused(error, slo)

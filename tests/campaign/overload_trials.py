@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import tempfile
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -198,11 +200,11 @@ async def ask(client: httpx.AsyncClient, prompt: Sequence[int], load: Load) -> N
 
 
 @asynccontextmanager
-async def clients_of(server: Deployed, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
+async def clients_of(url: str, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(
-        base_url=server.url, timeout=ANSWER_S, limits=limits, headers=headers
+        base_url=url, timeout=ANSWER_S, limits=limits, headers=headers
     ) as client:
         yield client
 
@@ -229,7 +231,7 @@ async def closed_loop(server: Deployed, prompts: Prompts, seconds: float) -> Loa
         while time.monotonic() < load.ends:
             await ask(client, prompts.long(), load)
 
-    async with clients_of(server) as client:
+    async with clients_of(server.url) as client:
         await asyncio.gather(*(client_loop(client) for _ in range(CLIENTS)))
     return load
 
@@ -258,7 +260,7 @@ async def beside(server: Deployed, work: Coroutine[Any, Any, Any], prompts: Prom
             await ask(client, prompts.of(SHORT_PROMPT), load)
             await asyncio.sleep(SHORT_EVERY_S)
 
-    async with clients_of(server) as client:
+    async with clients_of(server.url) as client:
         task = asyncio.create_task(short(client))
         try:
             await work
@@ -318,7 +320,7 @@ def rate_run(bench: Bench, trial: Trial) -> Outcome:
 
         async def overload() -> None:
             nonlocal found
-            async with clients_of(server) as client:
+            async with clients_of(server.url) as client:
                 found = await open_loop(client, prompts.long, every_s, OVERLOAD_S)
 
         cpu_s = processes.cpu_s()
@@ -432,7 +434,7 @@ async def _large_bodies(server: Deployed) -> Counter[str]:
                 seen[f"large {type(error).__name__}"] += 1
             await asyncio.sleep(0.05)
 
-    async with clients_of(server) as client:
+    async with clients_of(server.url) as client:
         await asyncio.gather(*(one(number, client) for number in range(LARGE_CLIENTS)))
     return seen
 
@@ -447,40 +449,21 @@ def modest_run(bench: Bench, trial: Trial) -> Outcome:
     key that sends as much as it can."""
     outcome, prompts = Outcome(tries=0), Prompts(trial.seed)
 
-    def modest() -> list[int]:
-        return prompts.of(MODEST_PROMPT)
-
-    async def measure(server: Deployed, *, flooded: bool) -> tuple[Load, Load]:
-        flood = Load()
-
-        async def send(client: httpx.AsyncClient) -> None:
-            prompt = prompts.of(4_000)
-            for number in itertools.count():
-                # Drawing a prompt anew would take this process's time from the modest key. Nothing
-                # is cached, because the first token's block is another one.
-                prompt[:2] = number % 256, number // 256
-                length = 2_000 * (1 + number % 2)
-                await ask(client, prompt[:length], flood)
-                await asyncio.sleep(0.01)
-
-        async with (
-            clients_of(server, "sk-greedy") as greedy,
-            clients_of(server, "sk-modest") as own,
-        ):
-            tasks = [asyncio.create_task(send(greedy)) for _ in range(64 * flooded)]
-            await asyncio.sleep(5.0 * flooded)
-            flood.ends = time.monotonic() + MODEST_S
-            flood.in_window = 0
-            try:
-                return await open_loop(own, modest, MODEST_EVERY_S, MODEST_S), flood
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+    async def measure(url: str) -> tuple[Load, float]:
+        """Return what the modest key saw, and how late its own process was."""
+        late_s: list[float] = []
+        async with clients_of(url, "sk-modest") as client:
+            watch = asyncio.create_task(_watch_loop(late_s))
+            own = await open_loop(
+                client, lambda: prompts.of(MODEST_PROMPT), MODEST_EVERY_S, MODEST_S
+            )
+            watch.cancel()
+        return own, p95(late_s)
 
     with own_server(bench, auth=AUTH) as server:
-        alone, _ = asyncio.run(measure(server, flooded=False))
-        beside_it, flood = asyncio.run(measure(server, flooded=True))
+        alone, _ = asyncio.run(measure(server.url))
+        with flooded(server.url) as flood:
+            beside_it, late_s = asyncio.run(measure(server.url))
     outcome.tries = alone.answered + beside_it.answered + flood.answered + flood.refused
     outcome.undocumented = [*alone.undocumented, *beside_it.undocumented, *flood.undocumented][:5]
     outcome.documented = flood.refused + beside_it.refused
@@ -489,6 +472,7 @@ def modest_run(bench: Bench, trial: Trial) -> Outcome:
         "beside_p95_s": round(beside_it.p95_s(), 3),
         **alone.states("alone"),
         **beside_it.states("beside"),
+        "client_late_p95_s": round(late_s, 3),
         "greedy_answered": flood.answered,
         "modest_refused": beside_it.refused,
     }
@@ -499,6 +483,62 @@ def modest_run(bench: Bench, trial: Trial) -> Outcome:
     if beside_it.refused:
         outcome.missed.append(f"{beside_it.refused} requests of the modest key were refused")
     return outcome
+
+
+async def _watch_loop(late_s: list[float]) -> None:
+    """Note how late this process's event loop wakes: time that is not the server's."""
+    while True:
+        due = time.monotonic() + 0.05
+        await asyncio.sleep(0.05)
+        late_s.append(time.monotonic() - due)
+
+
+@contextmanager
+def flooded(url: str) -> Iterator[Load]:
+    """Flood the server with the greedy key's prompts meanwhile; fill in what that saw afterwards.
+
+    Another process sends them: in the same one, the modest key's requests would wait for them
+    before they were sent.
+    """
+    load, (ours, theirs) = Load(), multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_flood, args=(url, theirs))
+    process.start()
+    try:
+        assert ours.recv() == "flooded"
+        yield load
+        ours.send("enough")
+        assert ours.poll(ANSWER_S), "the flood does not end"
+        load.answered, load.refused, load.undocumented, load.in_window = ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _flood(url: str, parent: Connection) -> None:
+    """Send as much as the greedy key can, until told to end."""
+    load, prompts = Load(), Prompts(2)
+
+    async def send(client: httpx.AsyncClient) -> None:
+        prompt = prompts.of(4_000)
+        for number in itertools.count():
+            # Nothing is cached, because the first block is another one.
+            prompt[:2] = number % 256, number // 256
+            await ask(client, prompt[: 2_000 * (1 + number % 2)], load)
+            await asyncio.sleep(0.01)
+
+    async def flood() -> None:
+        async with clients_of(url, "sk-greedy") as client:
+            tasks = [asyncio.create_task(send(client)) for _ in range(64)]
+            await asyncio.sleep(5.0)
+            load.in_window = 0
+            parent.send("flooded")
+            await asyncio.to_thread(parent.recv)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(flood())
+    parent.send((load.answered, load.refused, load.undocumented[:5], load.in_window))
 
 
 TRIALS = [

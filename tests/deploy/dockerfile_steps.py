@@ -42,7 +42,7 @@ class Stage:
     users: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.root.mkdir()
+        self.root.mkdir(parents=True)
         venv.create(self.root / "venv", with_pip=False)
         (site,) = self.root.glob("venv/lib/python*/site-packages")
         (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -30,6 +30,7 @@ from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.protocols.core.errors import ConfigError, ProtocolMismatch
 from csps.protocols.rpc.client import RpcClient
 from csps.protocols.rpc.wire import SCHEMA_VERSION
+from csps.services.cluster.handover import HandoverDeadlines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -146,14 +147,14 @@ async def version_of(address: tuple[str, int]) -> int:
     raise AssertionError("no rank speaks version 0")
 
 
-def broken_version(folder: Path, line: str) -> Path:
+def broken_version(folder: Path, before: str, line: str) -> Path:
     """Copy the package with a line where ranks start; return the folder to import from."""
     copy = folder / "csps"
     shutil.copytree(Path(csps.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    path, before = copy / "services/deployments/gang_rank.py", "        gang = _gang_context()\n"
-    text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, f"        {line}\n{before}"))
+    path = copy / "services/deployments/gang_rank.py"
+    text, found = re.subn(rf"(?m)^( *)({re.escape(before)})", rf"\1{line}\n\1\2", path.read_text())
+    assert found == 1
+    path.write_text(text)
     return folder
 
 
@@ -226,10 +227,18 @@ async def test_a_rollout_that_cannot_start_leaves_the_former_one_serving(
 
 
 @pytest.mark.parametrize(
-    ("line", "error"),
+    ("before", "line", "error"),
     [
-        ("raise RuntimeError('no such instruction')", "deployment failed: .*no such instruction"),
-        ("await asyncio.Event().wait()", "deployment .*Gang 0/2.* within 60 s"),
+        (
+            "gang = _gang_context()",
+            "raise RuntimeError('no such instruction')",
+            "deployment failed: .*no such instruction",
+        ),
+        (
+            "self._rank = _make_rank(",
+            "await asyncio.Event().wait()",
+            "deployment .*PrefillGang 2/2 and 2 starting.* within 150 s",
+        ),
     ],
     ids=["fails", "hangs"],
 )
@@ -238,20 +247,25 @@ async def test_a_version_that_never_starts_is_reported_and_replaced_by_one_that_
     questions: list[Question],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    before: str,
     line: str,
     error: str,
 ) -> None:
-    """The former one serves meanwhile, through both updates by `csps serve`."""
-    broken = {"env_vars": {"PYTHONPATH": str(broken_version(tmp_path / "broken", line))}}
+    """The former one serves meanwhile, also when the next router has waited for its gangs for
+    longer than `HandoverDeadlines.placement_s`, and through both updates by `csps serve`."""
+    broken = {"env_vars": {"PYTHONPATH": str(broken_version(tmp_path / "broken", before, line))}}
     with replaced(model_dir, tmp_path, free_port()) as server, commands_in(tmp_path):
         former = await asyncio.to_thread(server.registry.rank_addresses)
         async with load_on(server, questions) as load:
             await until_answered(load, len(questions))
             capsys.readouterr()
-            timeout = () if "failed" in error else ("--ready-timeout", "60")
+            began = time.monotonic()
+            timeout = () if "failed" in error else ("--ready-timeout", "150")
             assert await asyncio.to_thread(serve_again, server, *timeout, runtime_env=broken)
             assert re.search(error, capsys.readouterr().err)
-            await until_answered(load, 2 * len(questions))
+            while time.monotonic() < began + 2.5 * HandoverDeadlines().placement_s:
+                await until_answered(load, len(questions))
+                assert not load.wrong
             assert await asyncio.to_thread(server.registry.rank_addresses) == former
             policy = {"policy": "fixed_sp", "sp": 2}
             assert not await asyncio.to_thread(

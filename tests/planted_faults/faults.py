@@ -1205,6 +1205,25 @@ WINDOWS = (
     ),
 )
 
+OPERATING = (
+    Fault(
+        name="With vLLM's prefix a full gang hides behind an empty one.",
+        file="services/telemetry/metrics.py",
+        old="lambda: max(load.counts.prefill_kv",
+        new="lambda: min(load.counts.prefill_kv",
+        test="tests/services/test_metrics.py"
+        "::test_with_vllms_prefix_names_kinds_and_labels_are_vllms",
+    ),
+    Fault(
+        name="The server's figures of a load test are those since its start.",
+        file="loadgen/bench/server_metrics.py",
+        old="value - before.get(name, 0.0)",
+        new="value",
+        test="tests/loadgen/test_server_metrics.py"
+        "::test_figures_are_of_the_run_alone_and_sum_over_labels",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *SCHEDULER,
     *UNSENT_STEPS,
@@ -1220,4 +1239,5 @@ FAULTS: tuple[Fault, ...] = (
     *RANK_GAPS,
     *UPDATES,
     *WINDOWS,
+    *OPERATING,
 )

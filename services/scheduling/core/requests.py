@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from csps.protocols.core.errors import (
@@ -34,6 +34,9 @@ from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.state import Request, Round, Sequence, order_key, wire_error
 
 DRAIN_RETRY_AFTER_S = 10.0
+OWN_PART = 8
+"""One in so many places of the queue is there for each tenant, however many others wait: one that
+sends little is not refused because of one that fills the queue."""
 
 
 class Admission:
@@ -49,6 +52,8 @@ class Admission:
         """Requests that have not started, those that pause before another attempt included."""
         self.waiting_tokens = 0
         """Their tokens, prompts and answers together."""
+        self._waiting: dict[TenantId, int] = {}
+        """Waiting requests of each tenant that has some."""
         self._slots: dict[TenantId, int] = {}
         """Slots that the requests of each tenant need, from admission to their end."""
         self.draining = False
@@ -60,7 +65,7 @@ class Admission:
         return (
             self._capacity.rejection(prompt_tokens, output_tokens)
             or self._beyond_share(prompt_tokens, output_tokens, tenant, kv_permille)
-            or self.refusal_unread(prompt_tokens + output_tokens)
+            or self.refusal_unread(tenant, prompt_tokens + output_tokens)
         )
 
     def _beyond_share(
@@ -84,7 +89,9 @@ class Admission:
             )
         return None
 
-    def refusal_unread(self, tokens: int = 0, *, ahead: int = 0) -> QueueFull | None:
+    def refusal_unread(
+        self, tenant: TenantId, tokens: int = 0, *, ahead: int = 0
+    ) -> QueueFull | None:
         """Return the error with which a request is refused of which only the tokens are known, or
         None.
 
@@ -96,9 +103,14 @@ class Admission:
         limits = self._limits
         if self.draining:
             return QueueFull("the server is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
-        if self.waiting + ahead >= limits.max_waiting:
+        requests, request_tokens = limits.max_waiting, limits.max_waiting_tokens
+        own = self._waiting.get(tenant, 0)
+        if own < max(1, requests // OWN_PART) and own < self.waiting:
+            requests += max(1, requests // OWN_PART)
+            request_tokens += max(1, request_tokens // OWN_PART)
+        if self.waiting + ahead >= requests:
             reason = f"{self.waiting + ahead} requests are waiting"
-        elif self.waiting and self.waiting_tokens + tokens > limits.max_waiting_tokens:
+        elif self.waiting and self.waiting_tokens + tokens > request_tokens:
             reason = f"{self.waiting_tokens} tokens are waiting"
         else:
             return None
@@ -116,16 +128,25 @@ class Admission:
         """Count a request that begins to wait."""
         self.waiting += 1
         self.waiting_tokens += _tokens(request)
+        self._waiting[request.tenant] = self._waiting.get(request.tenant, 0) + 1
 
     def leave(self, request: Request, *, started: bool) -> None:
         """Count a request that starts or ends."""
         self.waiting -= 1
         self.waiting_tokens -= _tokens(request)
+        self._waiting[request.tenant] -= 1
+        if not self._waiting[request.tenant]:
+            del self._waiting[request.tenant]
         if started:
             self._starts.append(self._round.now_ns)
 
-    def check_slots(self, live: Iterable[Request]) -> None:
-        """Assert that each tenant's slots are those of its live requests."""
+    def check_slots(self, live: Collection[Request]) -> None:
+        """Assert that each tenant's slots and place in the queue are those of its live requests."""
+        waiting: dict[TenantId, int] = {}
+        for request in live:
+            if request.waiting:
+                waiting[request.tenant] = waiting.get(request.tenant, 0) + 1
+        assert self._waiting == waiting, "waiting requests of tenants"
         sums: dict[TenantId, int] = {}
         for request in live:
             sums[request.tenant] = sums.get(request.tenant, 0) + _tokens(request)

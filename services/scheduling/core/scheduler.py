@@ -179,13 +179,13 @@ class Scheduler:
         error = self._requests.admission.refusal(prompt_tokens, output_tokens, tenant, kv_permille)
         return None if error is None else wire_error(error)
 
-    def refusal_unread(self, ahead: int = 0) -> WireError | None:
+    def refusal_unread(self, tenant: TenantId = 0, *, ahead: int = 0) -> WireError | None:
         """Return the rejection for a request whose body was not read yet, or None.
 
         Args:
             ahead: requests that are being read, and will be submitted before it.
         """
-        error = self._requests.admission.refusal_unread(ahead=ahead)
+        error = self._requests.admission.refusal_unread(tenant, ahead=ahead)
         return None if error is None else wire_error(error)
 
     @property

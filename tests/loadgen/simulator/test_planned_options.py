@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from csps.configurator.costs.cost_table import Allowed, Bucket
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds
@@ -15,7 +18,7 @@ from csps.loadgen.simulator.cluster_file import parse_cluster
 from csps.loadgen.simulator.kernel import Simulator
 from csps.loadgen.simulator.planned_options import PlannedOptions
 from csps.loadgen.simulator.requests import Arrival
-from csps.loadgen.simulator.simulate import scheduler_of
+from csps.loadgen.simulator.simulate import main, scheduler_of
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import AUTO, BOUNDED, Objective, RequestClass, parse_option
 from csps.protocols.core.errors import ConfigError
@@ -73,7 +76,8 @@ def with_losses() -> ClusterModel:
     model = parse_cluster(data(), name="test")
     assert model.options is not None
     losses: Any = PlantedLosses()
-    return ClusterModel(**{**vars(model), "options": model.options.with_accuracy(losses)})
+    model.options.measured(losses)
+    return model
 
 
 def fixed(ratio: float) -> RequestClass:
@@ -183,3 +187,39 @@ def test_a_rank_needs_a_model() -> None:
     without = {name: value for name, value in data().items() if name != "model"}
     with pytest.raises(ConfigError, match="rank: needs the sizes of `model`"):
         parse_cluster(without, name="test")
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def test_the_command_takes_the_csps_object_of_the_api(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, result = tmp_path / "cluster.yaml", tmp_path / "result.json"
+    path.write_text(yaml.safe_dump(data()))
+    command = ["--cluster", str(path), "--workload", "tetris-short", "--rate", "0.2"]
+    command += ["--requests", "4", "--output-len", "2", "--json", str(result)]
+    ttfts = {}
+    for csps in ("", "{}", '{"attention": "csa", "drop_ratio": 0.9}', '{"max_accuracy_loss": 0}'):
+        assert main([*command, *(["--csps", csps] if csps else [])]) == 0
+        ttfts[csps] = json.loads(result.read_text())["mean_ttft_ms"]
+    exact, nothing_asked, sparse, bounded = ttfts.values()
+    assert sparse < exact == nothing_asked == bounded
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("csps", "cluster", "message"),
+    [
+        ('{"attention": "csa"}', "tetris-16", "give it the speed of a rank"),
+        ('{"max_accuracy_loss": 0.1}', "tetris-16", "give it the speed of a rank"),
+        ('{"drop_ratio": 0.5}', "tetris-16", "drop_ratio"),
+        ("[", "tetris-16", "--csps"),
+    ],
+)
+def test_attention_that_cannot_be_simulated_is_refused(
+    csps: str, cluster: str, message: str
+) -> None:
+    command = ["--cluster", cluster, "--workload", "tetris-short", "--rate", "1"]
+    with pytest.raises(ConfigError, match=message):
+        main([*command, "--requests", "2", "--csps", csps])

@@ -58,6 +58,8 @@ RENAMED: dict[str, str] = {
     "ReserveKv.kept_only": "",
     "ReserveKv.trace": "",
     "JoinBatch.first_token": "",
+    "PrefillStep.next_tokens": "",
+    "PrefillStep.prompt_logprobs": "",
     "JoinBatch.instances": "",
     "MoveSequence.prompt_tokens": "",
     "MoveSequence.stop": "",

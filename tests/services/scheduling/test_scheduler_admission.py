@@ -48,6 +48,19 @@ def test_full_queue_refuses_with_a_retry_time() -> None:
     assert harness.scheduler.refusal_unread(ahead=1) == refuse.error, "who is read counts as well"
 
 
+def test_a_full_queue_has_places_for_a_tenant_of_which_few_requests_wait() -> None:
+    harness = SchedulerHarness(limits=QueueLimits(max_waiting=16, max_waiting_tokens=16 * 510))
+    assert harness.turn(*(harness.submit(tenant=1) for _ in range(16))) == []
+    assert len(harness.turn(harness.submit(tenant=1))) == 1, "its queue is full"
+    assert harness.scheduler.refusal_unread(1) is not None
+    for _ in range(2):
+        assert harness.scheduler.refusal_unread(2) is None
+        assert harness.scheduler.refusal(500, 10, 2) is None
+        assert harness.turn(harness.submit(tenant=2)) == []
+    assert len(harness.turn(harness.submit(tenant=2))) == 1, "an eighth of the places is taken"
+    assert len(harness.turn(harness.submit(tenant=3))) == 1, "all tenants together have no more"
+
+
 def test_a_tenant_beyond_its_share_of_slots_is_refused() -> None:
     """900 of 18,000 slots for each tenant with a share."""
     harness = SchedulerHarness().ready()

@@ -364,6 +364,9 @@ class _Round:
         yield from self._moves(allocation.migrations)
         whole = _whole_groups(allocation.instances, dispatched.preempted)
         chosen = self._gang.elastic([instance.id for instance in whole])
+        # The paper sorts by location, then by ascending unused slots (§5.3). A group needs slots
+        # before it needs near neighbors: descending slots find batches that ascending ones miss,
+        # and location only decides between equal ones.
         instances = sorted(chosen, key=lambda instance: (-instance.unused, instance.order))
         instances = instances[:MOST_INSTANCES]
         prompts.sort(key=lambda prompt: (-prompt.tokens, prompt.id))
