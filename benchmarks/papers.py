@@ -700,6 +700,7 @@ def _loongserve_rows() -> Iterator[Row]:
                 jobs=(job,),
                 ours=lambda found: found["loongserve"],
                 **near(published["loongserve"] or 0.0, 0.3),
+                why="lengths of answers and decoding are assumed; short runs flatter",
             )
             yield Row(
                 section=section,
