@@ -30,7 +30,7 @@ from csps.actors.timing.device_pace import wait_for_device
 from csps.actors.timing.timeline import StepClock
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.step_messages import InstanceTransfer, MoveSequence, SequenceMoved
-from csps.protocols.rpc.trace_context import begin
+from csps.protocols.rpc.trace_context import begin, below
 from csps.protocols.sequencer.log_entries import RunQuantum
 
 _log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class MoveRun:
         self.clock.started = time.monotonic()
         traced = begin(
             "row.move",
-            self.message.trace,
+            below(self.message.trace, "decode", self.message.sequence_id),
             {"csps.rank": self._engine.rank, "csps.job": self.step_id},
         )
         _log.debug("move step %d of sequence %d begins", self.step_id, self.message.sequence_id)

@@ -20,7 +20,7 @@ from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.step_run import SendKv, StepRun
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.kv_transfer.transfer_tracker import TransferTracker
-from csps.actors.timing.timeline import emit_spans
+from csps.actors.timing.timeline import emit_spans, step_trace
 from csps.protocols.core.errors import CspsError, TransferError
 from csps.protocols.gang.messages import (
     KvRetained,
@@ -200,7 +200,7 @@ class OutgoingTransfers:
             self._reports.lost(run.step, failure)
         self._unsent.discard(run)
         if tracker.timeline.events:
-            with attached(run.step.trace):  # after the step's own span, below the request's
+            with attached(step_trace(run.step)):  # after the step's own span, beside it
                 emit_spans(tracker.timeline.events, rank=self._engine.rank)
         self._on_sent(run)
 

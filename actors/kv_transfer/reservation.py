@@ -28,7 +28,7 @@ from csps.protocols.core.errors import TransferError
 from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import RankKvReceived, ReserveKv
 from csps.protocols.gang.receiving_backends import ChunkTransfer, ReceivingBackends
-from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, begin
+from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, begin, below
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,11 @@ class Reservation:
         """Flag for each layer whose KV comes as kept tokens only; all of a layer does, or
         nothing."""
         # Traced from the reservation to the last token of KV, then from joining to leaving.
-        self._trace_span = begin("kv.landing", self.request.trace, {"csps.tokens": self.tokens})
+        self._trace_span = begin(
+            "kv.landing",
+            below(self.request.trace, "prefill", self.request.sequence_id),
+            {"csps.tokens": self.tokens, "csps.sequence": self.request.sequence_id},
+        )
 
     def kv_received(self, rank: int) -> RankKvReceived:
         """Return the notification for the router that all KV is here."""
@@ -102,7 +106,9 @@ class Reservation:
 
     def joined(self, rank: int) -> None:
         """Trace that the sequence decodes from now on."""
-        self._trace(begin("decode.rank", self.request.trace, {"csps.rank": rank}))
+        trace = below(self.request.trace, "decode", self.request.sequence_id)
+        attributes = {"csps.rank": rank, "csps.sequence": self.request.sequence_id}
+        self._trace(begin("decode.rank", trace, attributes))
 
     def note(self, attributes: Mapping[str, int | float]) -> None:
         """Add attributes to the sequence's trace."""

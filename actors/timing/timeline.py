@@ -20,7 +20,7 @@ from typing import Literal
 from opentelemetry import trace
 
 from csps.protocols.gang.step_messages import PrefillStep
-from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, span, wants_timeline
+from csps.protocols.rpc.trace_context import NO_SPAN, TraceSpan, below, span, wants_timeline
 
 Phase = Literal[
     "qkv",
@@ -261,13 +261,26 @@ CANCELLED = "csps.cancelled"
 """True if all sequences of the step were cancelled and it stopped between two layers."""
 
 
+def step_trace(step: PrefillStep) -> dict[str, str]:
+    """Return the carrier for spans of a step: below the prefill of its first sequence."""
+    if not (step.trace and step.chunks):
+        return step.trace
+    return below(step.trace, "prefill", step.chunks[0].sequence_id)
+
+
 @contextmanager
 def traced_step(
     step: PrefillStep, clock: StepClock, sent: SentBytes, *, rank: int
 ) -> Iterator[TraceSpan]:
     """Open the span of a step on one rank. Leave what the step enters inside of it: transfers
     report their times when they end."""
-    with span("prefill.compute", step.trace, {"csps.job": step.step_id, RANK: rank}):
+    attributes = {
+        "csps.job": step.step_id,
+        RANK: rank,
+        "csps.strategy": step.strategy,
+        "csps.group": tuple(step.group),
+    }
+    with span("prefill.compute", step_trace(step), attributes):
         # A step without a trace that preempts another runs inside the other's span.
         current = trace.get_current_span() if step.trace else NO_SPAN
         if not current.is_recording():

@@ -201,6 +201,8 @@ class Simulator:
                 cls=arrival.cls,
                 hashes=arrival.hashes,
                 tenant=arrival.tenant,
+                priority=arrival.priority if arrival.told else 0,
+                promise=arrival.promise if arrival.told else None,
             )
         )
         if arrival.leaves_after_ns is not None:

@@ -13,13 +13,14 @@ import numpy as np
 from csps.configurator.costs.cost_table import EXACT
 from csps.loadgen.results.record import RequestRecord, Status
 from csps.loadgen.simulator.decode_batch import IterationEnds, SimulatedMember
-from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, WorkloadRequest
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Slo, WorkloadRequest
 from csps.protocols.attention.plan import Objective, RequestClass
 from csps.protocols.core.placement import KvSlice, own, tokens_on
 from csps.protocols.gang.messages import EvictKv
 from csps.services.scheduling.events.events import (
     AnyEvent,
     InstanceId,
+    Promise,
     RequestId,
     SequenceId,
     TenantId,
@@ -49,6 +50,10 @@ class Arrival:
     """Think time: nanoseconds from the end of the turn before to this one."""
     leaves_after_ns: int | None = None
     """Nanoseconds after which the client gives up. None: never."""
+    priority: int = 0
+    promise: Promise | None = None
+    told: bool = True
+    """True if the scheduler is told priority and promise."""
 
     @property
     def asked_tokens(self) -> int:
@@ -142,13 +147,16 @@ TURN_BEFORE_FAILED = "the turn before failed"
 QUEUE_PERCENTILES = (50, 99)
 
 
-def arrivals_of(requests: Sequence[WorkloadRequest], cls: str = EXACT) -> list[Arrival]:
+def arrivals_of(
+    requests: Sequence[WorkloadRequest], cls: str = EXACT, *, told: bool = True
+) -> list[Arrival]:
     """Return the requests of a workload as arrivals whose answers have exactly their length.
 
     A conversation's turns follow each other in the order of the workload.
 
     Args:
         cls: class of the requests that ask for no attention of their own.
+        told: False if the scheduler is not told objectives and priorities.
     """
     tenants = tenants_of(requests)
     last: dict[str, int] = {}
@@ -166,6 +174,9 @@ def arrivals_of(requests: Sequence[WorkloadRequest], cls: str = EXACT) -> list[A
                 cls=class_of(request, cls),
                 hashes=chained(request.hash_ids[: request.input_length // HASH_BLOCK_TOKENS]),
                 tenant=tenants[request.tenant],
+                priority=request.priority,
+                promise=promise_of(request.slo),
+                told=told,
                 after=after,
                 delay_ns=request.delay_ns,
                 leaves_after_ns=request.leaves_after_ns,
@@ -266,6 +277,22 @@ def tenant_fields(
     if list(by_name) == [""]:
         return {}
     return {"tenants": {name: _served(of_name) for name, of_name in by_name.items()}}
+
+
+def promise_of(slo: Slo | None) -> Promise | None:
+    """Return a request's own bounds as the scheduler takes them; None without any."""
+    if not slo:
+        return None
+    ns = {name: round(bound * 1e6) for name, bound in slo.body().items()}
+    return Promise(ttft_ns=ns.get("ttft"), tpot_ns=ns.get("tpot"), e2e_ns=ns.get("e2el"))
+
+
+def met(outcome: RequestOutcome) -> bool:
+    """Return whether an answer is complete and its first token kept its objective."""
+    promise = outcome.arrival.promise
+    assert promise is not None, "the request has no objective"
+    assert promise.ttft_ns is not None, "the request has no objective on TTFT"
+    return not outcome.error and outcome.ttft_ns <= promise.ttft_ns
 
 
 def _served(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:

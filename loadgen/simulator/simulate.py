@@ -21,6 +21,7 @@ from csps.loadgen.results.result import Result, RunDescription, summarize, write
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import CLUSTERS
 from csps.loadgen.simulator.kernel import SimulationResult, Simulator
+from csps.loadgen.simulator.orders import FIRST_COME, ORDERS
 from csps.loadgen.simulator.requests import arrivals_of, queue_fields, records_of, tenant_fields
 from csps.loadgen.simulator.run_meter import RunMeter
 from csps.loadgen.simulator.systems import SYSTEMS, cluster_for, system_named
@@ -37,6 +38,7 @@ from csps.loadgen.workloads.traces import TraceRules, at_rate, read_trace
 from csps.protocols.attention.plan import RequestClass
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.openai.csps_options import CspsRequestOptions, request_class
+from csps.services.scheduling.core.promises import LEAST_SLACK, Ordering
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import check_pairing, make_policy
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         requests,
         reuse,
         cls=cls,
+        order=arguments.order,
         users=arguments.max_concurrency,
         meter=meter,
     )
@@ -122,6 +125,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="NxTP[+NxTP]",
         help="of a cluster file with `gpus`: an elastic gang, or prefill and decode gangs "
         "(default: as the policy needs)",
+    )
+    parser.add_argument(
+        "--order",
+        choices=list(ORDERS),
+        default="least_slack",
+        help="of requests with objectives; others than the first are for comparison",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
@@ -297,6 +306,8 @@ def scheduler_of(
     policy: str,
     options: dict[str, Any],
     reuse: ReuseSettings | None = None,
+    *,
+    ordering: Ordering = LEAST_SLACK,
 ) -> Scheduler:
     """Return the live router's scheduler, which predicts with the cluster's latencies.
 
@@ -307,7 +318,7 @@ def scheduler_of(
     table = CostTable(
         latencies=cluster.table, buckets={} if cluster.options is None else cluster.options
     )
-    made = scheduler_with(Costs(table), policy, options, reuse)
+    made = scheduler_with(Costs(table), policy, options, reuse, ordering=ordering)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
     piggyback_tokens = options.get("prefill_tokens_max")
     if piggyback_tokens and (reuse is None or not reuse.enabled):
@@ -322,7 +333,12 @@ def scheduler_of(
 
 
 def scheduler_with(
-    costs: Costs, policy: str, options: dict[str, Any], reuse: ReuseSettings | None = None
+    costs: Costs,
+    policy: str,
+    options: dict[str, Any],
+    reuse: ReuseSettings | None = None,
+    *,
+    ordering: Ordering = LEAST_SLACK,
 ) -> Scheduler:
     """Return a scheduler that predicts with `costs` and has no queue limits.
 
@@ -330,7 +346,8 @@ def scheduler_with(
         ConfigError: the policy or option is unknown.
     """
     limits = QueueLimits(max_waiting=UNLIMITED, max_waiting_tokens=UNLIMITED)
-    return Scheduler(make_policy(policy, options), costs, limits=limits, reuse=reuse)
+    made = make_policy(policy, options)
+    return Scheduler(made, costs, limits=limits, reuse=reuse, ordering=ordering)
 
 
 def simulate(
@@ -341,6 +358,7 @@ def simulate(
     reuse: ReuseSettings | None = None,
     *,
     cls: str = EXACT,
+    order: str = "least_slack",
     users: int | None = None,
     meter: RunMeter | None = None,
 ) -> SimulationResult:
@@ -348,14 +366,15 @@ def simulate(
 
     Args:
         cls: class of the requests that ask for no attention of their own.
+        order: one of `ORDERS`.
         users: number of users in a closed loop. None: requests come at their times.
         meter: counts what happens.
 
     Raises:
         ConfigError: the policy or option is unknown.
     """
-    scheduler = scheduler_of(cluster, policy, options, reuse)
-    arrivals = arrivals_of(requests.requests, cls)
+    scheduler = scheduler_of(cluster, policy, options, reuse, ordering=ORDERS[order])
+    arrivals = arrivals_of(requests.requests, cls, told=order != FIRST_COME)
     simulator = Simulator(scheduler, cluster, arrivals, users=users, observer=meter)
     if meter is not None:
         meter.watch(scheduler)
@@ -420,6 +439,8 @@ _ROWS = {
     "P99 TTFT (ms)": "p99_ttft_ms",
     "Mean TPOT (ms)": "mean_tpot_ms",
     "P99 TPOT (ms)": "p99_tpot_ms",
+    "Requests with an objective": "slo_requests",
+    "Objectives met": "slo_met",
 }
 
 

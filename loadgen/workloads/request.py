@@ -107,6 +107,8 @@ class WorkloadRequest:
     tenant: str = ""
     """Name of the client, whom the simulator's scheduler treats as the holder of an API key; empty:
     the clients without a name are one."""
+    priority: int = 0
+    """Client's priority; lower ones come first."""
     delay_ns: int = 0
     """Nanoseconds from the end of the turn before to this one."""
     slo: Slo | None = None

@@ -43,6 +43,7 @@ FIELDS = (
     "tenant",
     "csps",
     "slo",
+    "priority",
     "max_tokens",
     "cancel_after",
     "cls",
@@ -246,6 +247,7 @@ def _json_request(line: str, speedup: float, rules: TraceRules) -> WorkloadReque
         cls=str(row.get("cls") or ""),
         conversation=None if row.get("session_id") is None else str(row["session_id"]),
         tenant=str(row.get("tenant") or ""),
+        priority=_whole(row, "priority") if row.get("priority") is not None else 0,
     )
 
 
@@ -287,6 +289,13 @@ def _ns(row: Mapping[str, Any], name: str, speedup: float) -> int | None:
     if not 0 <= milliseconds < float("inf"):
         raise _FieldError(name, f"'{name}' must be at least 0, got {milliseconds:g}")
     return round(milliseconds * NS_PER_MS / speedup)
+
+
+def _whole(row: Mapping[str, Any], name: str) -> int:
+    value = _number(row, name)
+    if value != int(value):
+        raise _FieldError(name, f"'{name}' must be a whole number, got {value:g}")
+    return int(value)
 
 
 def _count(row: Mapping[str, Any], name: str) -> int:
@@ -341,6 +350,7 @@ def _row(request: WorkloadRequest) -> Iterator[tuple[str, Any]]:
     optional = {
         "session_id": request.conversation,
         "tenant": request.tenant or None,
+        "priority": request.priority or None,
         "prompt": request.prompt,
         "answer": request.answer,
         "csps": request.objective and request.objective.body(),

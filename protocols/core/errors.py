@@ -9,6 +9,7 @@
     │   ├── Unauthorized                 401  no API key, or a wrong one
     │   ├── ModelNotFound                404  the model is not served here
     │   ├── BoundNotMet                  422  no configuration meets the client's bounds
+    │   ├── SloNotMet                    429  an objective is predicted to be missed
     │   ├── QueueFull                    429  come back after `retry_after_s`
     │   └── RateLimited                  429  the API key has reached one of its limits
     ├── ConfigError (ValueError)         the operator's mistake
@@ -165,6 +166,31 @@ class BoundNotMet(RequestError):
 
     def wire_data(self) -> dict[str, Any]:
         return {"ttft_ms": self.ttft_ms, "loss": self.loss}
+
+
+class SloNotMet(RequestError):
+    """An objective is predicted to be missed, and the client wants no later answer."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "slo_not_met"
+    refusal = True
+
+    def __init__(self, name: str, predicted_ms: float, *, retry_after_s: float) -> None:
+        self.name, self.predicted_ms, self.retry_after_s = name, predicted_ms, retry_after_s
+        what = {"ttft": "The first token is", "tpot": "A token after the first is"}
+        super().__init__(
+            f"{what.get(name, 'The answer is')} predicted to take {predicted_ms:.0f} ms, which is "
+            "more than the request allows (x-slo-*), and it asked to be refused then.",
+            param="x-slo-unmet",
+        )
+
+    def wire_data(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "predicted_ms": self.predicted_ms,
+            "retry_after_s": self.retry_after_s,
+        }
 
 
 class QueueFull(RequestError):

@@ -312,6 +312,8 @@ class GenerationRequest(JsonModel):
     repetition_penalty: Annotated[float, between(0.01, 100)] | None = None
     min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0
     ignore_eos: bool = False
+    priority: Annotated[int, between(-(2**31), 2**31 - 1)] = 0
+    """Lower ones come first (`services.scheduling.core.promises`)."""
     stop_token_ids: Tokens = ()
     allowed_token_ids: Tokens = ()
     """Tokens of which the answer consists; empty: any."""
@@ -335,7 +337,6 @@ class GenerationRequest(JsonModel):
     kv_transfer_params: Refused = None
     length_penalty: Annotated[float, only(1.0)] = 1.0
     logprob_token_ids: Refused = None
-    priority: Annotated[int, only(0)] = 0
     repetition_detection: Refused = None
     return_token_ids: Annotated[bool, only(False)] = False
     return_token_offsets: Annotated[bool, only(False)] = False

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from hashlib import blake2b
+from typing import Literal
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -28,8 +31,40 @@ The process in which a trace begins decides. A client that sends the entry with 
 ERROR_TYPE = "error.type"
 """Attribute of spans that ended in an error."""
 TraceSpan = trace.Span
+SpanAttribute = str | int | float | tuple[int, ...]
 NO_SPAN: TraceSpan = trace.INVALID_SPAN
 """Span that accepts all calls and records nothing."""
+
+
+State = Literal["queue", "plan", "prefill", "transfer", "decode"]
+"""States of an attempt at a request, each of which has a span below the request's."""
+planned_span_id: ContextVar[int | None] = ContextVar("planned_span_id", default=None)
+"""Id that the next span gets, if its process makes ids as `services.telemetry.tracing` does."""
+
+
+def state_span_id(request_span_id: int, state: State, sequence_id: int) -> int:
+    """Return the id of a state's span, which ranks know before the router records the span."""
+    named = f"{request_span_id:x}/{state}/{sequence_id}".encode()
+    return int.from_bytes(blake2b(named, digest_size=8).digest()) or 1
+
+
+def below(carrier: Mapping[str, object], state: State, sequence_id: int) -> dict[str, str]:
+    """Return a request's carrier for spans below one of its states; an empty one if it is empty or
+    malformed."""
+    context = trace.get_current_span(extract(carrier)).get_span_context()
+    if not context.is_valid:
+        return {}
+    state_context = trace.SpanContext(
+        context.trace_id,
+        state_span_id(context.span_id, state, sequence_id),
+        is_remote=True,
+        trace_flags=context.trace_flags,
+        trace_state=context.trace_state,
+    )
+    found: dict[str, str] = {}
+    parent = trace.set_span_in_context(trace.NonRecordingSpan(state_context), Context())
+    _PROPAGATOR.inject(found, context=parent)
+    return found
 
 
 def inject() -> dict[str, str]:
@@ -75,7 +110,7 @@ def attached(carrier: Mapping[str, object]) -> Iterator[None]:
 
 @contextmanager
 def span(
-    name: str, carrier: Mapping[str, object], attributes: Mapping[str, str | int | float]
+    name: str, carrier: Mapping[str, object], attributes: Mapping[str, SpanAttribute]
 ) -> Iterator[None]:
     """Record a span in the trace that came with a message; do nothing without one."""
     if not carrier:
@@ -93,7 +128,7 @@ def span(
 
 
 def begin(
-    name: str, carrier: Mapping[str, object], attributes: Mapping[str, str | int | float]
+    name: str, carrier: Mapping[str, object], attributes: Mapping[str, SpanAttribute]
 ) -> TraceSpan:
     """Start a span that the caller ends, for work that no single block of code does."""
     if not carrier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -106,8 +106,15 @@ class Router:
             max_body_bytes=self._settings.max_body_bytes,
             auth=self._settings.auth,
             parser_pool=self._parser_pool,
+            state=self._state(),
         )
         return api.app(self._lifespan)
+
+    def _state(self) -> Callable[[], bytes] | None:
+        """Return the function that makes `/v1/csps/state`, if the settings switch it on."""
+        if not self._settings.http.ui:
+            return None
+        return self._service.snapshots(lambda: self._metrics.slo_counts).encoded
 
     def check_health(self) -> None:
         """Raise, for Serve, if the scheduler cannot go on; Serve then replaces the router."""

@@ -44,6 +44,7 @@ from csps.services.http.request_parser import ParsedRequest
 from csps.services.requests.prompt_logprobs import KnownPromptLogprobs
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.story import story
 from csps.services.telemetry.request_trace import RequestTrace
 
 Encoder = CompletionStream | ChatStream | MessagesAnswer | ResponsesAnswer
@@ -347,7 +348,9 @@ class GeneratedResponse:
         return Usage.of(self._prompt_tokens, self._tokens, self._cached_tokens)
 
     def _report(self) -> dict[str, Any] | None:
-        return self.handle.explain() if self._options.explain else None
+        if not self._options.explain:
+            return None
+        return {**self.handle.explain(), "story": story(self.handle)}
 
 
 class _PromptAnswer:

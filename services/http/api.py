@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -34,7 +35,12 @@ from csps.services.http.body import (
     while_connected,
 )
 from csps.services.http.body_parser import Endpoint, ParsedBody, Question
-from csps.services.http.errors import error_response, messages_error_response, on_http_error
+from csps.services.http.errors import (
+    MayNotLook,
+    error_response,
+    messages_error_response,
+    on_http_error,
+)
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestMetadata, RequestParser, read_slo
 from csps.services.requests.request_handle import RequestHandle
@@ -47,6 +53,13 @@ from csps.services.telemetry.request_trace import RequestTrace
 
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+PAGE = Path(__file__).with_name("ui.html")
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+)
+"""The page reaches nobody but this server. Names that clients chose are shown as text, never as
+HTML."""
 FIRST_TOKEN_GRACE_S = 10.0
 EXEMPT_BYTES = 1024 * 1024
 """Bytes of an answer that may always wait to be read."""
@@ -103,6 +116,9 @@ class HttpApi:
         default_factory=partial(ByteBudget, "long answers wait to be read", exempt=EXEMPT_BYTES)
     )
     """Counts answers that are not streamed, until they are sent."""
+    state: Callable[[], bytes] | None = None
+    """Function that returns the server's state as JSON (`services.router.cluster_state`); None
+    serves neither it nor the page that shows it."""
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
         """Return the ASGI application."""
@@ -128,6 +144,11 @@ class HttpApi:
             Route("/health", _guarded(self.health), methods=["GET"]),
             Route("/metrics", _guarded(self.scrape), methods=["GET"]),
         ]
+        if self.state is not None:
+            routes += [
+                Route("/v1/csps/state", _guarded(self.show_state), methods=["GET"]),
+                Route("/ui", _guarded(self.page), methods=["GET"]),
+            ]
         return Starlette(
             routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
         )
@@ -174,6 +195,25 @@ class HttpApi:
     async def scrape(self, request: Request) -> Response:
         """Handle `GET /metrics` in the Prometheus text format."""
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def show_state(self, request: Request) -> Response:
+        """Handle `GET /v1/csps/state`."""
+        api_key = self.keys.check(authorization_of(request))
+        if not self.auth.may_diagnose(api_key):
+            raise MayNotLook(
+                "This API key may not look into the server: auth.diagnostics names those that may."
+            )
+        assert self.state is not None, "the route is there only with a state"
+        headers = {"cache-control": "no-store"}
+        return Response(self.state(), media_type="application/json", headers=headers)
+
+    async def page(self, request: Request) -> Response:
+        """Handle `GET /ui`: a page without data, which asks for the state with the viewer's key."""
+        return Response(
+            PAGE.read_bytes(),
+            media_type="text/html; charset=utf-8",
+            headers={"content-security-policy": PAGE_POLICY, "cache-control": "no-cache"},
+        )
 
     async def _question(self, question: Question, request: Request) -> Response:
         """Answer what needs the tokenizer and no model."""

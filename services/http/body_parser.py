@@ -164,6 +164,7 @@ class ParsedBody:
     open: bool
     given: tuple[str, ...]
     refuse_unmet: bool
+    priority: int
     strategy: AskedRing | None
     prefix: PrefixKey | None
     prompt_logprobs: int | None
@@ -369,6 +370,7 @@ class BodyParser:
             open=is_open,
             given=given if is_open else (),
             refuse_unmet=options.unmet == "refuse",
+            priority=request.priority,
             strategy=options.ring,
             prefix=prefix,
             prompt_logprobs=logprobs,

@@ -44,6 +44,13 @@ class BodyTooSlow(RequestError):
     code = "request_timeout"
 
 
+class MayNotLook(RequestError):
+    """The API key does not allow to look into the server."""
+
+    status: ClassVar[int] = 403
+    code = "not_allowed"
+
+
 class NoSuchRoute(RequestError):
     """The path is not served."""
 

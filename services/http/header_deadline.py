@@ -56,8 +56,10 @@ TEXT_HEADERS = frozenset(
         b"x-request-disconnect-disabled",
         b"x-request-id",
         b"x-request-timeout-seconds",
+        b"x-slo-e2e-ms",
         b"x-slo-tpot-ms",
         b"x-slo-ttft-ms",
+        b"x-slo-unmet",
     }
 )
 """Headers that Serve or the application answer to, which must be UTF-8. Others are dropped if they

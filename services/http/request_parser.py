@@ -104,7 +104,8 @@ class RequestParser:
         return SloBounds(
             ttft_ms=ttft_ms if asked.ttft_ms is None else asked.ttft_ms,
             tpot_ms=own.tpot_ms if asked.tpot_ms is None else asked.tpot_ms,
-            e2e_ms=own.e2e_ms,
+            e2e_ms=own.e2e_ms if asked.e2e_ms is None else asked.e2e_ms,
+            refuse=asked.refuse,
         )
 
     def finish(self, body: ParsedBody, metadata: RequestMetadata) -> ParsedRequest:
@@ -137,6 +138,7 @@ class RequestParser:
             open=body.open,
             given=body.given,
             refuse_unmet=body.refuse_unmet,
+            priority=body.priority,
             strategy=body.strategy,
             slo=self.slo(metadata.asked, prompt_tokens=prompt.tokens),
             deadline_s=self._deadline_s,
@@ -207,11 +209,19 @@ def read_slo(headers: Mapping[str, str]) -> SloBounds:
     """Return the objectives from the `x-slo-*` headers.
 
     Raises:
-        InvalidRequest: a header is not a positive number of milliseconds.
+        InvalidRequest: a header is not a positive number of milliseconds, or `x-slo-unmet` is
+            unknown.
     """
+    unmet = headers.get("x-slo-unmet", "serve")
+    if unmet not in ("serve", "refuse"):
+        raise InvalidRequest(
+            f"x-slo-unmet: must be serve or refuse, got {abridged(unmet)}", param="x-slo-unmet"
+        )
     return SloBounds(
         ttft_ms=_milliseconds(headers, "x-slo-ttft-ms"),
         tpot_ms=_milliseconds(headers, "x-slo-tpot-ms"),
+        e2e_ms=_milliseconds(headers, "x-slo-e2e-ms"),
+        refuse=unmet == "refuse",
     )
 
 

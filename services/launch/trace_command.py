@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> None:
     chosen = known[-1] if args.id is None else _named(known, args.id)
     if args.action == "show":
         print(waterfall(chosen, columns=shutil.get_terminal_size().columns))
+        if chosen.story:
+            print("\n" + "\n".join(chosen.story))
         return
     args.out.write_text(json.dumps({"traceEvents": trace_events(chosen)}))
     print(
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument(
         "--last", type=int, default=20, metavar="N", help="number of requests (default: 20)"
     )
-    show = actions.add_parser("show", help="one request as a waterfall")
+    show = actions.add_parser("show", help="one request as a waterfall, and in words")
     timeline = actions.add_parser("timeline", help="one request as a file for Perfetto")
     timeline.add_argument("--out", type=Path, default=Path("timeline.json"))
     ui = actions.add_parser(

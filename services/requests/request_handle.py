@@ -181,6 +181,19 @@ class AttemptPlacement:
     """Other requests in the same step."""
 
 
+@dataclass(slots=True)
+class QueuePosition:
+    """How a request stood in the queue."""
+
+    ahead: int = 0
+    """Requests that waited when it came."""
+    behind: str | None = None
+    """Client's id of the last of them, or of the one that started last, if the API key is the same;
+    nobody learns ids of other clients."""
+    passed: int = 0
+    """Requests that came later and started first."""
+
+
 class RequestHandle:
     """Asynchronous iterator over the tokens of a submitted request.
 
@@ -218,6 +231,7 @@ class RequestHandle:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.timings = Timings()
+        self.line = QueuePosition()
         self.marks = Marks()
         self.elastic: list[ElasticEvent] = []
         """Elastic events of the last attempt."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import AskedRing, Attention, Objective, RequestClass
 from csps.protocols.gang.messages import Sampling
+from csps.services.scheduling.events.events import Promise
 
 SloName = Literal["ttft", "tpot", "e2e", "all"]
 """Names of bounds; a request meets "all" if it meets every bound that it has."""
@@ -31,6 +32,8 @@ class SloBounds:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
+    refuse: bool = False
+    """True if the client wants to be refused once a bound is predicted to be missed."""
 
     def evaluate(
         self, *, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None
@@ -60,6 +63,18 @@ class SloBounds:
             "e2e": self.e2e_ms,
         }
         return _with_all({name: False for name, bound in bounds.items() if bound is not None})
+
+    @property
+    def promise(self) -> Promise | None:
+        """Bounds as the scheduler knows them; None without any."""
+        bounds = [
+            None if bound_ms is None else int(bound_ms * 1e6)
+            for bound_ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        ]
+        if not any(bounds):
+            return None
+        ttft_ns, tpot_ns, e2e_ns = bounds
+        return Promise(ttft_ns=ttft_ns, tpot_ns=tpot_ns, e2e_ns=e2e_ns, refuse=self.refuse)
 
 
 def _with_all(met: dict[SloName, bool]) -> dict[SloName, bool]:
@@ -147,6 +162,8 @@ class RequestSpec:
     strategy: AskedRing | None = None
     """Ring strategy that the client asked for."""
     slo: SloBounds = field(default_factory=SloBounds)
+    priority: int = 0
+    """Client's priority; lower ones come first."""
     prefix: PrefixKey | None = None
     """Prefix-cache key for lookup and insertion; None disables prefix caching for this request."""
     hashes: tuple[bytes, ...] = ()

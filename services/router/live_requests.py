@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError, Unauthorized
 from csps.protocols.gang.client import GangClient
@@ -46,6 +48,39 @@ from csps.services.telemetry.request_trace import record_spans
 _log = logging.getLogger(__name__)
 
 
+MOST_EVENTS = 32
+
+
+class QueueWatch:
+    """Follows who waits behind whom, and who passes whom."""
+
+    MOST = 1024
+    """Starts that are remembered; a request that was passed by more is said to be passed by these.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[RequestId] = []
+        """The latest requests of those that started, in order of admission."""
+        self._last: RequestHandle | None = None
+
+    def comes(self, handle: RequestHandle, live: Collection[RequestHandle]) -> None:
+        """Note who is before a new request."""
+        waiting = [other for other in live if other.state == "queued"]
+        handle.line.ahead = len(waiting)
+        before = waiting[-1] if waiting else self._last
+        if before is not None and not before.ended:
+            own = before.spec.api_key.digest == handle.spec.api_key.digest
+            handle.line.behind = before.spec.client_request_id if own else None
+
+    def starts(self, handle: RequestHandle) -> None:
+        """Note who has passed a request that starts."""
+        at = bisect_right(self._started, handle.request_id)
+        handle.line.passed = len(self._started) - at
+        self._started.insert(at, handle.request_id)
+        del self._started[: -self.MOST]
+        self._last = handle
+
+
 class LiveRequests:
     """Owns every request from `submit` until it ends, and every sequence until its slots are free.
 
@@ -70,9 +105,12 @@ class LiveRequests:
         self._observer, self._post_event, self._on_ended = observer, post_event, on_ended
         self._on_first_token, self._limiter = on_first_token, limiter
         self._live: dict[RequestId, RequestHandle] = {}
+        self._queue = QueueWatch()
         self._unread = UnreadTokens()
         self._request_ids = itertools.count(1)
         self.sequences: dict[SequenceId, LiveSequence] = {}
+        self.elastic: deque[tuple[RequestHandle, ElasticEvent]] = deque(maxlen=MOST_EVENTS)
+        """The latest elastic events, for people who look."""
         self.none_left = asyncio.Event()
         """Set while no request is live."""
         self.none_left.set()
@@ -97,6 +135,7 @@ class LiveRequests:
             on_cancel=self._cancel,
             unread_by_all=self._unread,
         )
+        self._queue.comes(handle, self._live.values())
         self._live[handle.request_id] = handle
         self.none_left.clear()
         self._limiter.begin(spec.api_key, int(spec.prompt.size))
@@ -114,6 +153,8 @@ class LiveRequests:
                 hashes=spec.hashes,
                 tenant=spec.api_key.tenant,
                 kv_permille=self._limiter.kv_permille(spec.api_key),
+                priority=spec.priority,
+                promise=spec.slo.promise,
             )
         )
         return handle
@@ -133,6 +174,7 @@ class LiveRequests:
         self.sequences[sequence.id] = sequence
         handle.sequence_id, handle.cached_tokens = sequence.id, command.cached
         handle.placed()
+        self._queue.starts(handle)
         return sequence
 
     def serving(self, sequence_id: SequenceId) -> LiveSequence | None:
@@ -172,6 +214,7 @@ class LiveRequests:
     def note(self, sequence: LiveSequence, events: Iterable[ElasticEvent]) -> None:
         """Record elastic events of the group that computes or decodes a request."""
         for event in events:
+            self.elastic.append((sequence.handle, event))
             sequence.handle.elastic.append(event)
             self._observer.elastic(event)
 
@@ -276,6 +319,7 @@ class LiveRequests:
 
     def restart(self, handle: RequestHandle, error: CspsError) -> None:
         """Queue a request again after its attempt was lost."""
+        record_spans(handle)  # before its times are those of the next attempt
         handle.begin_attempt()
         self._observer.retried(handle, error)
 

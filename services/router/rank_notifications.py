@@ -294,6 +294,11 @@ class RunningSteps:
             command, shape, sequences, unreported, preempting
         )
 
+    def command_of(self, step_id: StepId) -> RunStep | None:
+        """Return the command of a step that runs."""
+        step = self._running.get(step_id)
+        return None if step is None else step.command
+
     def _paused_requests(self, high_priority: PrefillStep) -> int:
         """Return how many requests of low-priority steps a high-priority step pauses."""
         return sum(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from csps.configurator.model.attention_shape import AttentionShape, check_csa
@@ -24,6 +24,7 @@ from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.kv_links import KvLink
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
+from csps.services.router.cluster_state import StateSnapshots
 from csps.services.router.cost_table_service import CostTableService
 from csps.services.router.decision_log import DecisionLog
 from csps.services.router.dispatch import Executor, StepLauncher
@@ -213,6 +214,14 @@ class RequestService:
     def counts(self) -> SchedulerCounts:
         """Return requests and KV slots, for metrics."""
         return self._scheduler.counts
+
+    def snapshots(self, slo: Callable[[], Mapping[str, tuple[int, int]]]) -> StateSnapshots:
+        """Return what makes snapshots of the state.
+
+        Args:
+            slo: function that returns how often each objective was met and missed.
+        """
+        return StateSnapshots(self._scheduler, self._requests, self._steps, slo)
 
     # --- used by the HTTP layer ----------------------------------------------------------------
 

@@ -207,6 +207,9 @@ class QueueSettings(SettingsSection):
     max_attempts: Count = 3
     """Attempts at a request whose gang fails; one that has streamed continues with its next
     token."""
+    patience_s: Count = 60
+    """Seconds after which no request that comes later goes before a waiting one, whatever
+    objectives and priorities they have."""
 
 
 class HttpSettings(SettingsSection):
@@ -219,6 +222,9 @@ class HttpSettings(SettingsSection):
     """Limit for a whole body. For the largest body it means a megabyte in two seconds."""
     body_silence_s: Seconds = 10.0
     """Limit for the next byte of a body."""
+    ui: bool = False
+    """True serves `/v1/csps/state` and the page `/ui` that shows it, to those who may look into the
+    server (`auth.diagnostics`)."""
     request_templates: bool = False
     """True allows `chat_template` in a request: a program that a client wrote, in a sandbox."""
 
@@ -297,8 +303,8 @@ class AuthSettings(SettingsSection):
 
 
 class SloSettings(SettingsSection):
-    """Objectives of requests that bring none of their own (`x-slo-*`). They are counted in
-    `csps:request_slo_total` and enforced nowhere. None counts nothing."""
+    """Objectives of requests that bring none of their own (`x-slo-*`). They order waiting requests
+    (`services.scheduling.core.promises`) and are counted in `csps:request_slo_total`."""
 
     ttft_ms: Milliseconds | None = None
     """Time from submission to the first token."""

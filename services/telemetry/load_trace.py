@@ -126,6 +126,8 @@ class LoadTrace:
         yield from _attention(spec)
         if slo := _bounds(spec.slo):
             yield "slo", slo
+        if spec.priority:
+            yield "priority", spec.priority
 
     def _turn(
         self, spec: RequestSpec, submitted_s: float, ended_s: float

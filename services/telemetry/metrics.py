@@ -311,6 +311,9 @@ class Metrics:
             "met",
         )
 
+        self.slo_counts: dict[str, tuple[int, int]] = {}
+        """How often each objective was met and missed, for people who look."""
+
     def _histograms(self) -> None:
         seconds = self._series.histogram
         self._ttft = seconds("time_to_first_token_seconds", "Submission to first token.")
@@ -450,6 +453,8 @@ class Metrics:
     def _count_slo(self, met: Mapping[SloName, bool]) -> None:
         for slo, attained in met.items():
             _count(partial(self._slo, slo=slo), attained)
+            kept, missed = self.slo_counts.get(slo, (0, 0))
+            self.slo_counts[slo] = (kept + attained, missed + (not attained))
 
     def _count_transfer(self, error: Exception) -> None:
         if isinstance(error, TransferError):

@@ -23,6 +23,7 @@ from csps.protocols.rpc import trace_context
 from csps.protocols.rpc.trace_context import ERROR_TYPE
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import RequestSpec
+from csps.services.requests.story import story
 from csps.services.telemetry.observer import guarded
 
 
@@ -115,8 +116,10 @@ class RequestTrace:
                 "gen_ai.response.finish_reasons": [reason or "cancelled"],
                 "gen_ai.usage.output_tokens": handle.timings.tokens,
                 **latencies(handle),
+                "csps.story": story(handle),
             }
         )
+        self._span.set_status(_status(handle))
 
     def failed(self, error: BaseException) -> None:
         """Record the error of a request without a whole answer."""
@@ -144,7 +147,7 @@ def latencies(handle: RequestHandle) -> dict[str, float]:
 
 @guarded
 def record_spans(handle: RequestHandle) -> None:
-    """Write the spans of the last attempt, as children of the span that submitted the request."""
+    """Write the spans of an attempt that is over, below the span that submitted the request."""
     if not trace.get_current_span(handle.context).get_span_context().trace_flags.sampled:
         return
     marks = handle.marks
@@ -155,6 +158,27 @@ def record_spans(handle: RequestHandle) -> None:
     _record(handle, "decode", marks.joined, marks.last_token, _decode_attributes(handle))
     for event in handle.elastic:
         _record(handle, f"elastic.{event.kind}", event.began, event.ended, event.attributes)
+
+
+_STATES: tuple[trace_context.State, ...] = ("queue", "plan", "prefill", "transfer", "decode")
+
+
+def _planned_id(handle: RequestHandle, name: str) -> int | None:
+    """Return the id that ranks know a state's span by."""
+    request = trace.get_current_span(handle.context).get_span_context()
+    for state in _STATES:
+        if state == name and handle.sequence_id is not None:
+            return trace_context.state_span_id(request.span_id, state, handle.sequence_id)
+    return None
+
+
+def _status(handle: RequestHandle) -> Status:
+    """Return how a request or its attempt ended."""
+    if handle.error is not None:
+        return Status(StatusCode.ERROR, error_type(handle.error))
+    if handle.finish_reason in (None, "cancelled"):
+        return Status(StatusCode.ERROR, "cancelled")
+    return Status(StatusCode.OK)
 
 
 def _record(
@@ -169,17 +193,24 @@ def _record(
         return
     # Marks are of the monotonic clock, spans of the wall clock.
     wall_ns = time.time_ns() - time.monotonic_ns()
-    span = _TRACER.start_span(
-        name,
-        context=handle.context,
-        start_time=wall_ns + int(start * 1e9),
-        attributes={"gen_ai.request.id": handle.spec.client_request_id, **attributes},
-    )
+    planned = trace_context.planned_span_id.set(_planned_id(handle, name))
+    try:
+        span = _TRACER.start_span(
+            name,
+            context=handle.context,
+            start_time=wall_ns + int(start * 1e9),
+            attributes={"gen_ai.request.id": handle.spec.client_request_id, **attributes},
+        )
+    finally:
+        trace_context.planned_span_id.reset(planned)
     if end is None:
         end = handle.marks.ended or time.monotonic()
         span.set_attribute("csps.interrupted", True)
         if handle.error is not None:
             span.set_attribute(ERROR_TYPE, error_type(handle.error))
+        span.set_status(_status(handle))
+    else:
+        span.set_status(Status(StatusCode.OK))
     span.end(end_time=wall_ns + int(max(start, end) * 1e9))
 
 

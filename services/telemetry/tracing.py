@@ -20,6 +20,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import (
     Decision,
     ParentBasedTraceIdRatio,
@@ -31,7 +32,7 @@ from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
 from csps.actors.timing.timeline import RANK
-from csps.protocols.rpc.trace_context import STATE_KEY, TIMELINE
+from csps.protocols.rpc.trace_context import STATE_KEY, TIMELINE, planned_span_id
 from csps.services.settings.settings import TelemetrySettings
 from csps.services.telemetry.traces.span_file import SpanFile
 
@@ -66,6 +67,14 @@ class TimelineSampler(Sampler):
     def get_description(self) -> str:
         """Describe the sampler for the SDK's own messages."""
         return f"TimelineSampler{{{self._traces.get_description()},{self._timelines.rate}}}"
+
+
+class PlannedIdGenerator(RandomIdGenerator):
+    """Random ids, but for spans whose id others know already (`trace_context.below`)."""
+
+    def generate_span_id(self) -> int:
+        """Return the planned id, or a random one."""
+        return planned_span_id.get() or super().generate_span_id()
 
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -103,7 +112,7 @@ def make_provider(
         identity[RANK] = rank
     resource = Resource.create({**identity, "openinference.project.name": settings.project})
     sampler = TimelineSampler(ParentBasedTraceIdRatio(settings.sample), settings.timeline_sample)
-    provider = TracerProvider(resource=resource, sampler=sampler)
+    provider = TracerProvider(resource=resource, sampler=sampler, id_generator=PlannedIdGenerator())
     provider.add_span_processor(_IdentityStamp(identity))
     provider.add_span_processor(
         BatchSpanProcessor(

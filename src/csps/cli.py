@@ -91,6 +91,7 @@ COMMANDS = {
         "main",
         "traced requests, and how they spent their time",
     ),
+    "top": Subcommand("services.launch.top_command", "main", "what the server does now"),
     "eval": Subcommand("services.evaluation.command", "main", "measure accuracy on hidden facts"),
 }
 """Subcommands in the order in which `--help` lists them."""

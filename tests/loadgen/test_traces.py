@@ -47,6 +47,7 @@ requests_st = st.builds(
     max_tokens=st.none() | st.integers(1, 10**4),
     leaves_after_ns=st.none() | st.integers(0, 10**12),
     cls=st.text(),
+    priority=st.integers(-9, 9),
 )
 
 

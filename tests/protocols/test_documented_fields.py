@@ -158,7 +158,6 @@ def test_every_field_of_the_official_client_may_be_null(
             "kv_transfer_params": {"a": 1},
             "length_penalty": 0.5,
             "logprob_token_ids": [1],
-            "priority": -1,
             "prompt_logprobs": 21,
             "repetition_detection": {"max_pattern_size": 3},
             "return_token_ids": True,

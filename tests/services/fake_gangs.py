@@ -466,7 +466,7 @@ class FakeCell:
 
 def request_spec(tokens: int = 100, max_tokens: int = 4, **options: Any) -> RequestSpec:
     return RequestSpec(
-        client_request_id="r",
+        client_request_id=options.pop("client_request_id", "r"),
         prompt=np.arange(tokens, dtype=np.int32),
         sampling=Sampling(max_tokens=max_tokens),
         **options,

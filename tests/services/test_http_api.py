@@ -213,7 +213,7 @@ async def test_text_offsets_are_positions_in_the_answer(
 async def test_explain_returns_plan_and_timings(client: httpx.AsyncClient) -> None:
     wanted = {"explain": True, "attention": "exact"}
     whole = (await client.post("/v1/completions", json=completion(csps=wanted))).json()
-    assert {"plan", "timings"} <= set(whole["csps"])
+    assert {"plan", "timings", "story"} <= set(whole["csps"])
     streamed = await client.post("/v1/completions", json=completion(csps=wanted, stream=True))
     *others, last = events(streamed.text)
     assert {"plan", "timings"} <= set(last["csps"])
@@ -226,9 +226,9 @@ async def test_sampling_options_reach_the_service(
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 7, "ignore_eos": True,
         "stop_token_ids": [65], "min_tokens": 2, "logit_bias": {"66": -1},
-        "csps": {"max_ttft_ms": 100},
+        "csps": {"max_ttft_ms": 100}, "priority": -3,
     }  # fmt: skip
-    headers = {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5"}
+    headers = {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5", "x-slo-unmet": "refuse"}
     await client.post("/v1/completions", json=completion(**fields), headers=headers)
     spec = service.specs[0]
     sampling = spec.sampling
@@ -237,7 +237,8 @@ async def test_sampling_options_reach_the_service(
     assert sampling.stop_token_ids == (65,)
     assert sampling.logit_bias == {66: -1.0}
     assert spec.objective.kind == "accuracy"
-    assert spec.slo == SloBounds(ttft_ms=250.0, tpot_ms=12.5)
+    assert spec.slo == SloBounds(ttft_ms=250.0, tpot_ms=12.5, refuse=True)
+    assert spec.priority == -3
 
 
 async def test_sparse_attention_by_hand_reaches_the_service(
@@ -450,12 +451,13 @@ async def test_a_huge_body_is_not_read(client: httpx.AsyncClient) -> None:
         assert_openai_error(response)
 
 
-async def test_a_bad_slo_header_is_refused(client: httpx.AsyncClient) -> None:
-    response = await client.post(
-        "/v1/completions", json=completion(), headers={"x-slo-ttft-ms": "soon"}
-    )
+@pytest.mark.parametrize(("name", "value"), [("x-slo-ttft-ms", "soon"), ("x-slo-unmet", "drop")])
+async def test_a_bad_slo_header_is_refused(
+    client: httpx.AsyncClient, name: str, value: str
+) -> None:
+    response = await client.post("/v1/completions", json=completion(), headers={name: value})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "x-slo-ttft-ms"
+    assert response.json()["error"]["param"] == name
 
 
 async def test_a_full_queue_answers_with_retry_after(

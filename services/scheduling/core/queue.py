@@ -19,6 +19,8 @@ at most half of what is served in a window of time, so the others go on. By that
 tokens of two tenants may differ more than by the bound above.
 
 With one tenant the order is that of admission, nobody is held back, and nobody is modest.
+Priorities and objectives of requests (`promises.py`) go before tokens, but not before the modest,
+and start nothing of a tenant that is held back.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Set
 from operator import attrgetter
 
+from csps.services.scheduling.core.promises import Promises
 from csps.services.scheduling.events.events import TenantId
 from csps.services.scheduling.events.limits import SECOND_NS
-from csps.services.scheduling.state.state import Priority, Request, Round, order_key
+from csps.services.scheduling.state.state import NO_PLACE, Priority, Request, Round, order_key
 
 GENERATED_WEIGHT = 2
 """Weight of a generated token; one of a prompt weighs 1. Sheng et al. take these weights from
@@ -142,9 +145,15 @@ class Queue:
     """Waiting requests by priority, each queue in order.
 
     A request that comes back after a fault takes its old place among those of its tenant.
+
+    Args:
+        promises: gives places to requests with priorities and objectives; None: nobody has any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, promises: Promises | None = None) -> None:
+        self._promises = promises
+        self._promised = 0
+        """Number of waiting requests with a client priority or a promise."""
         # Lists, because most requests arrive at the end and leave near the front, and moving the
         # rest of ten thousand pointers takes two microseconds. A list with marks for those that
         # left would make every round skip them.
@@ -153,7 +162,8 @@ class Queue:
         self._tenants: dict[TenantId, int] = {}
         """Number of waiting requests of each tenant that has some."""
         self._disordered = False
-        """True if counters or requests have changed since `_arrange`, of several tenants."""
+        """True if counters or requests have changed since `_arrange`, of several tenants, or if
+        requests have to get or lose their places."""
         self._held: Set[TenantId] = frozenset()
         self._startable: Mapping[Priority, list[Request]] = self._by_priority
 
@@ -173,6 +183,9 @@ class Queue:
     def push(self, request: Request) -> None:
         """Add a request to the queue of its priority."""
         request.served_before = 0  # until `_arrange`
+        if self._promises is not None:
+            self._count_promised(request, +1)
+            request.place = self._promises.place(request) if self._promised else NO_PLACE
         queue = self._by_priority[request.priority]
         if not queue or order_key(queue[-1]) < order_key(request):
             queue.append(request)
@@ -188,10 +201,18 @@ class Queue:
         if at == len(queue) or queue[at] is not request:
             return
         del queue[at]
+        self._count_promised(request, -1)
         self._note_change()
         self._tenants[request.tenant] -= 1
         if not self._tenants[request.tenant]:
             del self._tenants[request.tenant]
+
+    def _count_promised(self, request: Request, change: int) -> None:
+        """Count a request that comes or goes; all get places with the first one that has a
+        priority or a promise, and lose them with the last."""
+        if request.client_priority or request.promise is not None:
+            before, self._promised = self._promised, self._promised + change
+            self._disordered = self._disordered or not (before and self._promised)
 
     # --- fairness between tenants ---
 
@@ -227,7 +248,7 @@ class Queue:
 
     def _arrange(self) -> None:
         """Put the requests of all tenants in order, and find out who is held back."""
-        if not self._disordered:
+        if not self._disordered and not (self._promises and self._promises.stale):
             return
         self._disordered = False
         several = len(self._tenants) > 1
@@ -239,6 +260,7 @@ class Queue:
             request.served_before = served[tenant] if several else 0
             served[tenant] += prompt_weight(request)
             then.setdefault(tenant, served[tenant])
+        self._place()
         for queue in self._by_priority.values():
             queue.sort(key=order_key)
         least = min(then.values(), default=0)
@@ -253,6 +275,16 @@ class Queue:
                 ]
                 for priority, queue in self._by_priority.items()
             }
+
+    def _place(self) -> None:
+        """Give all requests their places, or none if nobody has a priority or a promise."""
+        if self._promises is None:
+            return
+        if self._promised:
+            fair = sorted(self.everyone(), key=attrgetter("served_before", "id"))
+            self._promises.place_all(fair)
+        else:
+            self._promises.place_none(self.everyone())
 
     def check(self) -> None:
         """Assert that the queues are in order, and that nobody is held back without need."""

@@ -12,7 +12,9 @@ from csps.protocols.core.errors import (
     DeadlineExceeded,
     QueueFull,
     RateLimited,
+    SloNotMet,
 )
+from csps.services.scheduling.core.promises import Promises
 from csps.services.scheduling.core.queue import (
     GENERATED_WEIGHT,
     Queue,
@@ -184,6 +186,7 @@ class Requests:
         policy: Policy,
         limits: QueueLimits,
         reuses: bool,
+        promises: Promises,
     ) -> None:
         self._reuses = reuses
         self._round, self._timers, self._gangs = this_round, timers, gangs
@@ -194,7 +197,8 @@ class Requests:
         self._blocked_since_ns: int | None = None
         self.capacity = CapacityCheck(policy)
         self.admission = Admission(this_round, limits, self.capacity)
-        self.queue = Queue()
+        self.promises = promises
+        self.queue = Queue(promises)
         self.recent = RecentTokens(this_round)
         self.live: dict[RequestId, Request] = {}
 
@@ -229,13 +233,27 @@ class Requests:
             submitted_ns=now_ns,
             waiting_since_ns=now_ns,
             hashes=event.hashes if self._reuses else (),
+            client_priority=event.priority,
+            promise=event.promise,
         )
+        if (broken := self._broken_at_once(request)) is not None:
+            self._round.emit(Refuse(request_id=request.id, error=wire_error(broken)))
+            return
         self.live[request.id] = request
         self.admission.admit(request)
         self._begin_to_wait(request)
         self.push(request)
         if event.deadline_ns is not None:
             self.later(request, event.deadline_ns, self._expire)
+
+    def _broken_at_once(self, request: Request) -> SloNotMet | None:
+        """Return the error if the request would rather be refused than served as late as this."""
+        if request.promise is None or not request.promise.refuse:
+            return None
+        request.priority = self._policy.priority(request.prompt_tokens, self._gangs.pairs)
+        self.promises.predict(request)
+        request.place = self.promises.place(request)
+        return self.promises.broken(request, self.queue.everyone())
 
     def push(self, request: Request) -> None:
         """Put an admitted request into its queue; fail it if it no longer fits the gangs."""
@@ -244,7 +262,25 @@ class Requests:
             self.fail(request, wire_error(rejection))
             return
         request.priority = self._policy.priority(request.prompt_tokens, self._gangs.pairs)
+        if request.promise is not None:
+            self._predict(request)
         self.queue.push(request)
+        self._round.stale = True
+
+    def _predict(self, request: Request) -> None:
+        """Predict the latest start that keeps the request's objective, and look again then."""
+        self.promises.predict(request)
+        latest_ns = request.latest_start_ns
+        if latest_ns is not None:
+            self.later(request, max(latest_ns, self._round.now_ns) + 1, self._late)
+
+    def _late(self, request: Request) -> None:
+        """Reconsider the order when an objective can no longer be kept; end the request if its
+        client wants that."""
+        if not request.waiting:
+            return
+        if (broken := self.promises.broken(request, ())) is not None:
+            self.fail(request, wire_error(broken))
         self._round.stale = True
 
     def take(self, request: Request, sequence: Sequence) -> None:

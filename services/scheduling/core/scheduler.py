@@ -28,6 +28,7 @@ from csps.protocols.core.errors import ProtocolError
 from csps.services.scheduling.core.faults import LivenessMonitor, LivenessTimeouts, Retries
 from csps.services.scheduling.core.invariants import check_invariants
 from csps.services.scheduling.core.launcher import Launcher
+from csps.services.scheduling.core.promises import LEAST_SLACK, Ordering, Promises
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.core.steps import Steps, UnsentSteps
@@ -43,7 +44,15 @@ from csps.services.scheduling.events.limits import (
 )
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.prefix_cache import PrefixCache
-from csps.services.scheduling.state.state import Instance, Round, wire_error
+from csps.services.scheduling.state.state import (
+    Gang,
+    Instance,
+    Request,
+    Round,
+    Sequence,
+    order_key,
+    wire_error,
+)
 
 
 class RoundResult(NamedTuple):
@@ -66,6 +75,18 @@ class SchedulerCounts(NamedTuple):
     decode_kv: float
 
 
+class SchedulerLook(NamedTuple):
+    """State of the scheduler between two rounds."""
+
+    gangs: list[Gang]
+    sequences: Iterable[Sequence]
+    """Sequences that serve a request."""
+    queue: list[tuple[Request, int]]
+    """Waiting requests in order, and for how long each is predicted to wait, in nanoseconds."""
+    running: int
+    waiting: int
+
+
 class Scheduler:
     """Takes requests from `Submitted` to the last token.
 
@@ -75,6 +96,7 @@ class Scheduler:
         limits: of the queue.
         deadlines: of all waits.
         reuse: of the prefix cache.
+        ordering: rule by which requests are due; the simulator compares others.
     """
 
     def __init__(
@@ -85,6 +107,7 @@ class Scheduler:
         limits: QueueLimits | None = None,
         deadlines: SchedulerDeadlines | None = None,
         reuse: ReuseSettings | None = None,
+        ordering: Ordering = LEAST_SLACK,
     ) -> None:
         limits, deadlines = limits or QueueLimits(), deadlines or SchedulerDeadlines()
         self._policy, self._costs = policy, costs
@@ -103,6 +126,7 @@ class Scheduler:
             policy=policy,
             limits=limits,
             reuses=reuse.enabled,
+            promises=Promises(this_round, gangs, costs, limits, prefix.longest, ordering),
         )
         retries = Retries(this_round, requests, sequences, limits, deadlines)
         self._launcher = Launcher(
@@ -222,6 +246,24 @@ class Scheduler:
             decode_kv=_usage(
                 instance for gang in gangs if gang.may_decode for instance in gang.instances
             ),
+        )
+
+    def look(self, most_waiting: int) -> SchedulerLook:
+        """Return what is going on, for people who look; the objects must not be changed.
+
+        Args:
+            most_waiting: limit of the waiting requests.
+        """
+        requests = self._requests
+        waiting = sorted(requests.queue.everyone(), key=order_key)
+        waits_ns = requests.promises.waits_ns(waiting)
+        counts = requests.admission.waiting
+        return SchedulerLook(
+            gangs=list(self._gangs.by_id.values()),
+            sequences=(request.sequence for request in requests.live.values() if request.sequence),
+            queue=list(zip(waiting, waits_ns, strict=True))[:most_waiting],
+            running=len(requests.live) - counts,
+            waiting=counts,
         )
 
     def check_invariants(self) -> None:

@@ -74,6 +74,19 @@ class Event(
 # --- requests ---
 
 
+class Promise(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Objectives of a request that the order of waiting requests regards."""
+
+    ttft_ns: int | None = None
+    """Time from submission to the first token."""
+    tpot_ns: int | None = None
+    """Mean time per token after the first; orders nothing, because waiting does not change it."""
+    e2e_ns: int | None = None
+    """Time from submission to the last token."""
+    refuse: bool = False
+    """True if the client wants to be refused once an objective is predicted to be missed."""
+
+
 class Submitted(Event, frozen=True, tag="submitted"):
     """A client submitted a request, validated and tokenized."""
 
@@ -93,6 +106,9 @@ class Submitted(Event, frozen=True, tag="submitted"):
     kv_permille: int = 1000
     """Share of the KV slots that the tenant's requests may need together, and its cached KV as well
     (`KeyLimits.kv_share`)."""
+    priority: int = 0
+    """Client's priority; lower ones come first."""
+    promise: Promise | None = None
 
 
 class RequestCancelled(Event, frozen=True, tag="request_cancelled"):

@@ -27,9 +27,12 @@ class QueueLimits:
     """Prompt and answer tokens of all waiting requests."""
     max_attempts: int = 3
     """Attempts at a request when the cluster fails under it."""
+    patience_s: int = 60
+    """Time after which no request that comes later goes before a waiting one, whatever objectives
+    and priorities they have (`core.promises`)."""
 
     def __post_init__(self) -> None:
-        if min(self.max_waiting, self.max_waiting_tokens, self.max_attempts) < 1:
+        if min(vars(self).values()) < 1:
             raise ConfigError(f"limits must be positive: {self}")
 
 

@@ -31,6 +31,7 @@ from csps.services.scheduling.events.events import (
     GangId,
     GangUp,
     InstanceId,
+    Promise,
     RequestId,
     SequenceId,
     StepId,
@@ -171,6 +172,11 @@ class Cached(NamedTuple):
     """Slots that are no longer free once the KV is used."""
 
 
+Place = tuple[int, int]
+"""Client priority, and the time at which a waiting request is due (`core.promises`)."""
+NO_PLACE: Place = (0, 0)
+
+
 class Request(Live, kw_only=True, eq=False):
     """Admitted request that has not ended."""
 
@@ -192,6 +198,18 @@ class Request(Live, kw_only=True, eq=False):
     submitted_ns: int
     waiting_since_ns: int
     """Time of admission, or of the return after a fault."""
+    client_priority: int = 0
+    """Priority that its client gave it; lower ones come first."""
+    promise: Promise | None = None
+    predicted_ns: int = 0
+    """Predicted time of its prompt (`core.promises`); 0: unknown."""
+    work_ns: int = 0
+    """Predicted time of its prompt on one instance."""
+    latest_start_ns: int | None = None
+    """Time by which it has to start so that its first token keeps its objective."""
+    place: Place = NO_PLACE
+    """Place in the order, before what is fair to tenants; `NO_PLACE` for all while no waiting
+    request has an objective or a priority."""
     priority: Priority = "low"
     delays_before: dict[InstanceId, int] = msgspec.field(default_factory=dict)
     """Counters of preemption delay when it began to wait (`limits.delay_counters`)."""
@@ -222,13 +240,14 @@ class Request(Live, kw_only=True, eq=False):
             self.output_tokens -= more
 
 
-OrderKey = tuple[bool, int, int]
+OrderKey = tuple[bool, Place, int, int]
 
 
 def order_key(request: Request) -> OrderKey:
     """Return the key by which waiting requests are ordered, whatever the policy: modest tenants,
-    then tokens served to the tenant, then order of admission. The least comes first."""
-    return not request.modest, request.served_before, request.id
+    then client priority and least slack, then tokens served to the tenant, then order of admission.
+    The least comes first."""
+    return not request.modest, request.place, request.served_before, request.id
 
 
 class PrefixRef(msgspec.Struct, frozen=True, eq=False):

@@ -183,7 +183,9 @@ def _arrows(spans: Sequence[RecordedSpan], tracks: dict[str, Track]) -> Iterator
     by_id = {span.span_id: span for span in spans}
     for span in spans:
         parent = by_id.get(span.parent_id or "")
-        if parent is not None and _process(parent) != _process(span):
+        # KV is expected before the prefill begins that it belongs to: no arrow leads back in time.
+        inside = parent is not None and parent.start_ns <= span.start_ns <= parent.end_ns
+        if parent is not None and inside and _process(parent) != _process(span):
             begin, end = tracks[parent.span_id], tracks[span.span_id]
             at = span.start_ns
             yield from flow(next(flow_ids), begin, at, end, at, name=span.name)

@@ -76,6 +76,11 @@ class Trace:
         return next((span for span in self.spans if span.name == REQUEST), self.spans[0])
 
     @property
+    def story(self) -> tuple[str, ...]:
+        """What happened to the request, in words (`services.requests.story`)."""
+        return tuple(self.root.attributes.get("csps.story", ()))
+
+    @property
     def request_id(self) -> str:
         """The client's id of the request; empty if there is none."""
         return str(self.root.attributes.get("gen_ai.request.id", ""))

@@ -68,6 +68,8 @@ RENAMED: dict[str, str] = {
     "MoveSequence.sampler": "",
     "MoveSequence.trace": "",
     "PrefillStep.tokens": "",
+    "PrefillStep.next_tokens": "",
+    "PrefillStep.prompt_logprobs": "",
     "PrefillStep.csa": "",
     "PrefillStep.samplers": "",
     "PrefillStep.trace": "",
@@ -78,9 +80,11 @@ RENAMED: dict[str, str] = {
     "PrefillChunk.last": "",
     "PrefillChunk.decoded": "",
     "PrefillChunk.first_index": "",
-    # fields that are newer than the recordings, in which nobody had an API key
+    # fields that are newer than the recordings, in which nobody had an API key or an objective
     "submitted.tenant": "",
     "submitted.kv_permille": "",
+    "submitted.priority": "",
+    "submitted.promise": "",
     "request_cancelled.generated_tokens": "",
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one

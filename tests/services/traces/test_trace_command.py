@@ -42,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "gen_ai.request.id": f"request-{number}",
             "gen_ai.usage.input_tokens": 100 * number,
             "gen_ai.latency.time_to_first_token": 0.0625,
+            "csps.story": [f"Waited {number} s in the queue.", "Prefill on instance 0."],
         })  # fmt: skip
         if number == 2:
             below = trace_context.trace.set_span_in_context(request)

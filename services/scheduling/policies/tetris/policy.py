@@ -48,6 +48,7 @@ from csps.services.scheduling.policies.rounds.prefill_overlay import NOTHING, Pr
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, CdspChunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.state.state import (
+    NO_PLACE,
     Cached,
     GangPair,
     Priority,
@@ -82,7 +83,9 @@ class Tetris:
             for pair in pairs:
                 decisions += pair.replan(view)
         for request in view.waiting("low"):
-            at_ns = min(pair.plans_at_ns() for pair in pairs) if view.shared else view.now_ns
+            # Who starts queues at its instances, where nobody with less slack passes it.
+            waits = view.shared or request.place != NO_PLACE
+            at_ns = min(pair.plans_at_ns() for pair in pairs) if waits else view.now_ns
             if at_ns > view.now_ns:
                 decisions.append(WakeAt(at_ns=at_ns))
                 break
