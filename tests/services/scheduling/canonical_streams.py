@@ -68,8 +68,6 @@ RENAMED: dict[str, str] = {
     "MoveSequence.sampler": "",
     "MoveSequence.trace": "",
     "PrefillStep.tokens": "",
-    "PrefillStep.next_tokens": "",
-    "PrefillStep.prompt_logprobs": "",
     "PrefillStep.csa": "",
     "PrefillStep.samplers": "",
     "PrefillStep.trace": "",
