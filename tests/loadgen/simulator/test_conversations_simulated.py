@@ -144,7 +144,7 @@ def test_a_trace_of_conversations_is_simulated_as_conversations(tmp_path: Path) 
         ("answer", "blue", "trace.jsonl:1:41: field 'answer'"),
         ("csps", {"max_accuracy_loss": 0.1}, "trace.jsonl:1:41: csps: .*all attention is exact"),
         ("cls", "csa/1234", "trace.jsonl:1:41: field 'cls'"),
-        ("priority", 1, "trace.jsonl:1:41: unknown field 'priority'"),
+        ("turn", 1, "trace.jsonl:1:41: unknown field 'turn'"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(
