@@ -476,7 +476,7 @@ def whole_body(
         choices: what `pieces` returned for each.
         prompt_logprobs: value of the field with this name; empty leaves it out.
     """
-    left_out: dict[str, bool | set[str]] = {"prompt_logprobs": True}
+    left_out: dict[str, Any] = {"prompt_logprobs": True}
     if response.csps is None:
         left_out["csps"] = True
     if response.usage.completion_tokens_details is None:

@@ -324,7 +324,7 @@ class BodyParser:
         if bounded and tool_format is not None:
             allowed = _calls(request, tool_format)
             # The grammar of calls in harmony's channels has the reasoning in it.
-            before = "none" if tool_format == "harmony" else reasoning
+            before: Reasoning = "none" if tool_format == "harmony" else reasoning
             grammar = self._checked(allowed, before, "tools")
         last = request.messages[-1]
         return self._parsed(
