@@ -97,19 +97,34 @@ class PromptTokensDetails(BaseModel):
     """Prompt tokens whose KV was reused."""
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+    """Tokens of the answer that are reasoning, its marks included."""
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Left out of an answer without reasoning."""
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Self:
+    def of(
+        cls,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int,
+        reasoning_tokens: int = 0,
+    ) -> Self:
+        details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=details if reasoning_tokens else None,
         )
 
 
@@ -461,7 +476,11 @@ def whole_body(
         choices: what `pieces` returned for each.
         prompt_logprobs: value of the field with this name; empty leaves it out.
     """
-    left_out = {"prompt_logprobs"} | ({"csps"} if response.csps is None else set())
+    left_out: dict[str, Any] = {"prompt_logprobs": True}
+    if response.csps is None:
+        left_out["csps"] = True
+    if response.usage.completion_tokens_details is None:
+        left_out["usage"] = {"completion_tokens_details"}
     outside = response.model_dump_json(exclude=left_out)
     before, empty, after = outside.partition('"choices":[]')
     assert empty, "the choices are encoded elsewhere"
@@ -577,11 +596,13 @@ class _Stream(ABC):
         created: int,
         prompt_tokens: int,
         cached_tokens: Callable[[], int],
+        reasoning_tokens: Callable[[], int] = lambda: 0,
         options: StreamOptions,
     ) -> None:
         envelope = {"id": request_id, "object": self._object, "created": created, "model": model}
         self._head = f'data: {json.dumps(envelope)[:-1]}, "choices": ['
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+        self._reasoning_tokens = reasoning_tokens
         self._include_usage = options.include_usage
         self._continuous_usage = options.include_usage and options.continuous_usage_stats
 
@@ -626,10 +647,13 @@ class _Stream(ABC):
         return f', "usage": {self._usage(completion_tokens)}'
 
     def _usage(self, completion_tokens: int) -> str:
+        details = ""
+        if reasoning := self._reasoning_tokens():
+            details = f', "completion_tokens_details": {{"reasoning_tokens": {reasoning}}}'
         return (
             f'{{"prompt_tokens": {self._prompt_tokens}, "completion_tokens": {completion_tokens}, '
             f'"total_tokens": {self._prompt_tokens + completion_tokens}, '
-            f'"prompt_tokens_details": {{"cached_tokens": {self._cached_tokens()}}}}}'
+            f'"prompt_tokens_details": {{"cached_tokens": {self._cached_tokens()}}}{details}}}'
         )
 
     @abstractmethod

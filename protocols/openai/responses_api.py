@@ -232,9 +232,11 @@ class ResponsesAnswer:
         created: int,
         prompt_tokens: int,
         cached_tokens: Callable[[], int],
+        reasoning_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
         self._id, self._model, self._created = request_id, model, created
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+        self._reasoning_tokens = reasoning_tokens
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Text of the last item."""
@@ -353,7 +355,7 @@ class ResponsesAnswer:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
                 "total_tokens": self._prompt_tokens + completion_tokens,
             }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None

@@ -303,11 +303,11 @@ class GeneratedResponse:
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": lambda: self._cached_tokens,
         }
-        match self._options.endpoint:
-            case "messages":
-                return MessagesAnswer(**shared)
-            case "responses":
-                return ResponsesAnswer(created=self._created, **shared)
+        if self._options.endpoint == "messages":  # which counts no reasoning apart
+            return MessagesAnswer(**shared)
+        shared["reasoning_tokens"] = lambda: self._reasoning_tokens
+        if self._options.endpoint == "responses":
+            return ResponsesAnswer(created=self._created, **shared)
         options = StreamOptions(
             include_usage=self._options.include_usage,
             continuous_usage_stats=self._options.continuous_usage,
@@ -346,8 +346,15 @@ class GeneratedResponse:
         firsts = (choice.handle for choice in self._choices[:: self._samples])
         return sum(handle.cached_tokens for handle in firsts if handle is not None)
 
+    @property
+    def _reasoning_tokens(self) -> int:
+        """Return the reasoning tokens of all choices."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
+
     def _usage(self) -> Usage:
-        return Usage.of(self._prompt_tokens, self._tokens, self._cached_tokens)
+        return Usage.of(
+            self._prompt_tokens, self._tokens, self._cached_tokens, self._reasoning_tokens
+        )
 
     def _report(self) -> dict[str, Any] | None:
         if not self._options.explain:
@@ -483,6 +490,11 @@ class _Choice:
         """Return the tokens so far."""
         return self._answer.tokens
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return the tokens so far that are reasoning."""
+        return self._answer.reasoning_tokens
+
     def prompt_text(self) -> PromptText:
         """Return a speller of the prompt's tokens."""
         return PromptText(self._tokenizer, skip_special=self._skip_special)
@@ -571,6 +583,8 @@ class AnswerText:
         """Characters of the answer so far, including withheld ones."""
         self.tokens = 0
         """Tokens sampled so far, including a final end-of-sequence token."""
+        self.reasoning_tokens = 0
+        """Those of them that are reasoning, with its marks."""
         self._ended = False
         """The call that was wanted is complete."""
         self.cancelled = False
@@ -611,7 +625,9 @@ class AnswerText:
         self, splitter: AnswerParts | HarmonyParts, text: str, reason: FinishReason | None
     ) -> tuple[Sequence[Part], FinishReason | None]:
         """Return the parts of some text, and why the answer ends with it."""
+        before = splitter.in_reasoning
         parts = splitter.push(text)
+        self.reasoning_tokens += before or splitter.in_reasoning
         if splitter.ended and reason is None:
             self._ended = True
             reason = "stop"

@@ -121,6 +121,11 @@ class AnswerParts:
         self.ended = False
         """No more is wanted of the answer."""
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Return whether the text so far ends within the reasoning."""
+        return self._state == self._reasoning
+
     def push(self, text: str) -> list[Part]:
         """Return the parts that are certain after some more text."""
         self._withheld += text

@@ -328,10 +328,11 @@ class BodyParser:
         prefix = self._prefix(request, owner)
         prompt = self._prompt(request, text, prefix, special=request.add_special_tokens)
         grammar = self._grammar(request, reasoning)
-        if request.choice.mode in ("required", "named") and tool_format is not None:
+        bounded = request.choice.mode in ("required", "named") and tool_format is not None
+        if bounded and tool_format is not None:
             allowed = _calls(request, tool_format)
             # The grammar of calls in harmony's channels has the reasoning in it.
-            before = "none" if tool_format == "harmony" else reasoning
+            before: Reasoning = "none" if tool_format == "harmony" else reasoning
             grammar = self._checked(allowed, before, "tools")
         last = request.messages[-1]
         return self._parsed(
@@ -344,7 +345,8 @@ class BodyParser:
                 self._answer(request, endpoint),
                 begins_with=last.content if request.echo and last.role == "assistant" else "",
                 tool_format=tool_format,
-                parallel_calls=request.parallel_tool_calls,
+                # A grammar ends an answer itself. Cut by the router, none of its KV would be kept.
+                parallel_calls=request.parallel_tool_calls or bounded,
                 reasoning=reasoning,
                 # The marks between the messages of an answer are special tokens.
                 skip_special_tokens=request.skip_special_tokens and not self._harmony,

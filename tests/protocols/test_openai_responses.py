@@ -211,7 +211,10 @@ def test_an_answer_encoded_by_token_is_the_whole(
             empty = at_once.model_copy(update={"choices": []})
             body = json.loads(b"".join(whole_body(empty, [whole.pieces(1, "stop")])))
             expected = at_once.model_dump(mode="json", exclude={"csps"} if csps is None else None)
+            expected["usage"].pop("completion_tokens_details")
+            expected.pop("prompt_logprobs", None)
             for choice in expected["choices"]:
+                choice.pop("prompt_logprobs", None)
                 for name in ("reasoning_content", "tool_calls"):
                     choice.get("message", {}).pop(name, None)
             assert body == expected
@@ -266,7 +269,7 @@ def test_chat_stream() -> None:
     total = chat_chunk(stream.end(2).removesuffix(DONE))
     assert total.choices == []
     assert total.usage is not None
-    assert total.usage.model_dump(exclude_none=True) == USAGE.model_dump()
+    assert total.usage.model_dump(exclude_none=True) == USAGE.model_dump(exclude_none=True)
     assert DONE == b"data: [DONE]\n\n"
 
 
@@ -284,7 +287,7 @@ def test_usage_as_asked_for(make: Any) -> None:
     assert make().end(1) == DONE
     assert event(make(WITH_USAGE).delta(AnswerDelta(said("x"), 1)))["usage"] is None
     total = event(make(CONTINUOUS).delta(AnswerDelta(said("x"), 2)))["usage"]
-    assert total == USAGE.model_dump()
+    assert total == USAGE.model_dump(exclude_none=True)
     only_continuous = make(StreamOptions(continuous_usage_stats=True))
     assert "usage" not in event(only_continuous.delta(AnswerDelta(said("x"), 1)))
 

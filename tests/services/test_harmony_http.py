@@ -46,6 +46,25 @@ async def test_an_answer_of_channels(server: AgentServer, client: AsyncOpenAI) -
     (choice,) = answer.choices
     assert (choice.message.content, choice.message.reasoning_content) == ("Yes.", "Hm.")
     assert choice.finish_reason == "stop"
+    # This tokenizer has one token for each byte. The first counted one ends the mark before.
+    details = answer.usage.completion_tokens_details
+    assert details.reasoning_tokens == len(">Hm.<|end|>")
+    streamed: Any = await client.chat.completions.create(
+        model="tiny", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+    )
+    usages = [chunk.usage async for chunk in streamed if chunk.usage is not None]
+    assert usages == [answer.usage]
+    response: Any = await client.responses.create(model="tiny", input="How?")
+    assert response.usage.output_tokens_details.reasoning_tokens == details.reasoning_tokens
+
+
+async def test_an_answer_without_reasoning_counts_none(
+    server: AgentServer, client: AsyncOpenAI
+) -> None:
+    server.say("<|channel|>final<|message|>Yes.")
+    answer = await client.chat.completions.create(model="tiny", messages=QUESTION)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is None
     assert server.prompt.endswith(
         "<|start|>user<|message|>How is it there?<|end|><|start|>assistant"
     )
