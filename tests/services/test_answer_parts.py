@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from answer_pieces import found_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,20 +21,7 @@ GET = ("get", '{"city": "São \\"x\\" }<"}')
 def split(pieces: Sequence[str], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
     """Return reasoning, content and calls."""
     parts = AnswerParts(**{"tool_format": "hermes", "reasoning": "none", **options})
-    found = [part for piece in pieces for part in parts.push(piece)] + parts.flush()
-    texts = {"reasoning": "", "content": ""}
-    calls: list[tuple[str, str]] = []
-    for part in found:
-        if part.kind == "call":
-            assert part.call == len(calls)
-            calls.append((part.text, ""))
-        elif part.kind == "arguments":
-            name, arguments = calls[part.call]
-            calls[part.call] = (name, arguments + part.text)
-        else:
-            texts[part.kind] += part.text
-    assert parts.calls == len(calls)
-    return texts["reasoning"], texts["content"], calls
+    return found_in(parts, pieces)
 
 
 def llama(name: str, arguments: str) -> str:

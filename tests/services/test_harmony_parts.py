@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 from agent_checkpoints import CLOCK, WEATHER
+from answer_pieces import Found, found_in
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoints import make_tokenizer
@@ -27,7 +28,6 @@ CALL = (
     '{"city": "<Oslo>"}<|call|>'
 )
 GET = ("get", '{"city": "<Oslo>"}')
-Found = tuple[str, str, list[tuple[str, str]]]
 CASES: list[tuple[str, dict[str, Any], Found]] = [
     (ANALYSIS + FINAL, {}, ("We need <b> 1 < 2.", "Yes: a <| b.", [])),
     (ANALYSIS + CALL.removesuffix("<|call|>"), {}, ("We need <b> 1 < 2.", "", [GET])),
@@ -66,20 +66,7 @@ CASES: list[tuple[str, dict[str, Any], Found]] = [
 def split(pieces: list[str], **options: Any) -> Found:
     """Return reasoning, content and calls."""
     parts = HarmonyParts(**{"calls": True, **options})
-    found = [part for piece in pieces for part in parts.push(piece)] + parts.flush()
-    texts = {"reasoning": "", "content": ""}
-    calls: list[tuple[str, str]] = []
-    for part in found:
-        if part.kind == "call":
-            assert part.call == len(calls)
-            calls.append((part.text, ""))
-        elif part.kind == "arguments":
-            name, arguments = calls[part.call]
-            calls[part.call] = (name, arguments + part.text)
-        else:
-            texts[part.kind] += part.text
-    assert parts.calls == len(calls)
-    return texts["reasoning"], texts["content"], calls
+    return found_in(parts, pieces)
 
 
 @pytest.mark.parametrize(("text", "options", "expected"), CASES)
