@@ -689,7 +689,7 @@ ARCHITECTURES: Mapping[str, ServedArchitecture] = {
     "GptOssForCausalLM": ServedArchitecture(
         read=_gpt_oss,
         models="gpt-oss-20b, gpt-oss-120b",
-        limits="answers contain the channels of its harmony format as text",
+        limits="chats need a template that writes its harmony format, as the published one does",
     ),
 }
 

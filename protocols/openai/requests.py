@@ -368,7 +368,9 @@ class GenerationRequest(JsonModel):
     # vLLM's, ignored
     request_id: Ignored = None
     return_mm_kwargs: Ignored = None
-    session_id: Annotated[Any, PlainValidator(_session)] = None
+    session_id: Annotated[
+        str | None, PlainValidator(_session, json_schema_input_type=str | int | None)
+    ] = None
     """Name of the conversation, for traces of requests."""
     stream_interval: Ignored = None
 

@@ -179,7 +179,7 @@ def test_an_old_application_that_answers_is_not_taken_for_the_new_one(
         applications(config, "DEPLOYING"),
         applications(config, "RUNNING"),
     ]
-    assert said_while_waiting(config, head) == ["  PrefillGang 1/2 (starting)"]
+    assert said_while_waiting(config, head) == ["  PrefillGang 1/2 and 1 starting (starting)"]
     assert cluster.asked.count("/health") == 1  # only once the new one runs
 
 
@@ -217,8 +217,8 @@ def test_a_failed_build_says_why(config: DeployConfig) -> None:
 def test_an_error_of_replicas_is_shown_while_serve_tries_again(config: DeployConfig) -> None:
     status = ServeStatus(**applications(config, "DEPLOYING", message=FAILED))
     assert status.progress(config, "starting") == (
-        "PrefillGang 1/2 (PrefillGang: csps.models.network.checkpoint_json.MissingTensorError: "
-        "no tensor model.norm.weight)"
+        "PrefillGang 1/2 and 1 starting (PrefillGang: "
+        "csps.models.network.checkpoint_json.MissingTensorError: no tensor model.norm.weight)"
     )
 
 
