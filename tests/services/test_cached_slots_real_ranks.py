@@ -48,16 +48,22 @@ class LastChunksFirst:
         self.overtaken = 0
         """Steps that the last one of their sequence has overtaken."""
         self._held: dict[tuple[EngineLoop, int], list[StepRun]] = defaultdict(list)
+        self._last_sent: set[tuple[EngineLoop, int]] = set()
         self._lock = threading.Lock()
         sent = EngineLoop._step_sent
 
         def reordered(loop: EngineLoop, run: StepRun) -> None:
             chunk, *others = run.step.chunks
             key = loop, chunk.sequence_id
-            if not others and chunk.destinations and not run.cancelled and not chunk.last:
-                with self._lock:
+            with self._lock:
+                # A busy machine may order them so by itself: nobody would then release the others.
+                overtaken = key in self._last_sent
+                if chunk.last:
+                    self._last_sent.add(key)
+                elif not (others or run.cancelled or overtaken) and chunk.destinations:
                     self._held[key].append(run)
-                return
+                    return
+                self.overtaken += overtaken and not chunk.last
             sent(loop, run)
             with self._lock:
                 held = self._held.pop(key, [])
