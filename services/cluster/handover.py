@@ -143,7 +143,9 @@ class Handover:
         """
         ends = time.monotonic() + self._deadlines.placement_s
         while self._cluster.link is None and await _former_serves(self._rollouts):
-            if time.monotonic() > ends and (missing := await self._unplaced()):
+            # Looked for from the beginning: a failure shows only until the next update.
+            missing = await self._unplaced()
+            if missing and time.monotonic() > ends:
                 _log.warning(
                     "no %s gang has begun to start within %g s: taking over without, because both "
                     "rollouts do not seem to fit side by side",

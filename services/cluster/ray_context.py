@@ -75,15 +75,25 @@ def holds_gangs(settings: Settings) -> bool:
     return total.get("CPU", 0) >= cpus and total.get("GPU", 0) >= gpus
 
 
-def fail_to_start() -> bool:
-    """Return whether Serve says of a deployment of this application that its replicas fail when
-    they start, or have failed too often."""
-    application = serve.status().applications[application_name()]
-    return application.status == "DEPLOY_FAILED" or any(
-        deployment.status_trigger == "REPLICA_STARTUP_FAILED"
-        or "failed to start" in deployment.message
-        for deployment in application.deployments.values()
-    )
+class GangStarts:
+    """Whether the gangs of this rollout lack nothing but the room that the former ones take."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._given_up = False
+        """Serve has given the update up. It forgets that with the next update, of which this
+        rollout is no part."""
+
+    def only_lack_room(self) -> bool:
+        """Return False if no nodes hold the gangs, or if their ranks fail when they start."""
+        application = serve.status().applications[application_name()]
+        self._given_up = self._given_up or application.status == "DEPLOY_FAILED"
+        failing = self._given_up or any(
+            deployment.status_trigger == "REPLICA_STARTUP_FAILED"
+            or "failed to start" in deployment.message
+            for deployment in application.deployments.values()
+        )
+        return not failing and holds_gangs(self._settings)
 
 
 def _node_address() -> str:

@@ -16,10 +16,9 @@ from csps.protocols.core.errors import FaultError
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.handover import Handover
 from csps.services.cluster.ray_context import (
+    GangStarts,
     RayGenerations,
     application_name,
-    fail_to_start,
-    holds_gangs,
     serving_rollouts,
 )
 from csps.services.cluster.registry import Registry, RegistryDirectory
@@ -80,7 +79,7 @@ class Router:
             directory,
             serving_rollouts(rollout),
             roles,
-            feasible=lambda: holds_gangs(settings) and not fail_to_start(),
+            feasible=GangStarts(settings).only_lack_room,
         )
         recorded = settings.telemetry.request_trace
         self._load_trace = None if recorded is None else LoadTrace(Path(recorded))

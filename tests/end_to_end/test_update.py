@@ -229,13 +229,10 @@ async def test_a_rollout_that_cannot_start_leaves_the_former_one_serving(
 @pytest.mark.parametrize(
     ("before", "line", "error"),
     [
-        pytest.param(
+        (
             "gang = _gang_context()",
             "raise RuntimeError('no such instruction')",
             "deployment failed: .*no such instruction",
-            marks=pytest.mark.xfail(
-                reason="its router still takes over after a minute (docs/operations.md, limits)"
-            ),
         ),
         (
             "self._rank = _make_rank(",
