@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.exchanges import StepTimes
+from csps.loadgen.simulator.exchanges import StepPricer
 from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.prefill_gang import PrefillGang
 from csps.loadgen.simulator.step_order import StepOrder
@@ -52,7 +52,7 @@ class PacedPrefill:
         self._gang = PrefillGang(
             order=StepOrder(timeline, len(cluster.prefill.instances), cluster.quantum_ns),
             slots=Slots(cluster.prefill.kv_slots),
-            times=StepTimes(cluster, network),
+            times=StepPricer(cluster, network),
             route=network.route,
             kv_bytes_per_token=cluster.kv_bytes_per_token,
             layers=cluster.layers,

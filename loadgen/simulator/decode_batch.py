@@ -68,7 +68,7 @@ class SimulatedMember:
     """Iterations [start, stop) that it decoded in with groups that have merged or split since."""
     before: int = 0
     """Number of these iterations."""
-    group: SimulatedGroup | None = None
+    group: SimulatedGrantGroup | None = None
     """The group that decodes it, on a gang that only decodes."""
 
     def ends_ns(self, start: int, stop: int) -> list[int]:
@@ -232,7 +232,7 @@ class IterationEnds:
     stop: int
 
 
-class SimulatedGroup:
+class SimulatedGrantGroup:
     """Members that are iterated together on some instances of a decode gang.
 
     Args:
@@ -263,9 +263,9 @@ class SimulatedGroup:
         self._length = 0
         """Iterations of the jump under way."""
         self._version = 0
-        self._awaited: dict[SimulatedGroup, None] = {}
+        self._awaited: dict[SimulatedGrantGroup, None] = {}
         """Groups that end with their present iteration and become part of this one."""
-        self._successor: SimulatedGroup | None = None
+        self._successor: SimulatedGrantGroup | None = None
         """The group that this one becomes part of."""
 
     def __len__(self) -> int:
@@ -281,7 +281,7 @@ class SimulatedGroup:
         self._leaving.append((sequence, left))
         self._stop_soon()
 
-    def merge_into(self, successor: SimulatedGroup) -> None:
+    def merge_into(self, successor: SimulatedGrantGroup) -> None:
         """Become part of another group after the iteration under way."""
         if self._awaited:  # it has not begun
             for group in self._awaited:
@@ -356,7 +356,7 @@ class SimulatedGroup:
         elif self._members:
             self._begin_jump()
 
-    def _end_into(self, successor: SimulatedGroup) -> None:
+    def _end_into(self, successor: SimulatedGrantGroup) -> None:
         joining = [*self.handed_over(), *self._joining]
         successor._joining[:0] = joining
         del successor._awaited[self]
@@ -483,7 +483,7 @@ class SimulatedBatches:
         """Prompt tokens that an iteration may compute."""
         self.decoded_tokens = 0
         """Tokens generated in all iterations, without first tokens of prompts."""
-        self._group_of: dict[int, SimulatedGroup] = {}
+        self._group_of: dict[int, SimulatedGrantGroup] = {}
         """Group by instance."""
         self._ranks: dict[int, tuple[int, ...]] = {}
         """Instances of each member, by sequence."""
@@ -500,7 +500,7 @@ class SimulatedBatches:
             group = touched[0]
         else:
             merged = {*member.ranks, *(rank for group in touched for rank in group.instances)}
-            group = SimulatedGroup(self, tuple(sorted(merged)))
+            group = SimulatedGrantGroup(self, tuple(sorted(merged)))
             for other in touched:
                 other.merge_into(group)
             self._group_of |= dict.fromkeys(group.instances, group)
@@ -541,7 +541,7 @@ class SimulatedBatches:
             ends.append(IterationEnds(member.group.log, member.joined, stop))
         return ends
 
-    def regroup(self, group: SimulatedGroup, members: Iterable[SimulatedMember]) -> bool:
+    def regroup(self, group: SimulatedGrantGroup, members: Iterable[SimulatedMember]) -> bool:
         """Split a group whose members no longer share instances; return whether it has ended."""
         parts: list[set[int]] = []
         for needed in {member.ranks: None for member in members}:
@@ -554,7 +554,7 @@ class SimulatedBatches:
             del self._group_of[instance]
         handed_over = group.handed_over()
         for part in parts:
-            successor = SimulatedGroup(self, tuple(sorted(part)))
+            successor = SimulatedGrantGroup(self, tuple(sorted(part)))
             self._group_of |= dict.fromkeys(successor.instances, successor)
             for member in handed_over:
                 if member.ranks[0] in part:

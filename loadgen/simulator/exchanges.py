@@ -60,9 +60,9 @@ class StepTime:
 
     work_ns: int
     beside: Sends = ()
-    """What is sent while it computes."""
+    """Bytes that are sent while it computes."""
     after: Sends = ()
-    """What is sent when it has computed."""
+    """Bytes that are sent when it has computed."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _GroupLinks:
         return tuple((link, round(share * tokens)) for link, share in self.shares)
 
 
-class StepTimes:
+class StepPricer:
     """Prices the steps of a gang.
 
     Args:

@@ -7,7 +7,7 @@ from functools import partial
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.decode_batch import SimulatedBatches
 from csps.loadgen.simulator.decode_gang import DecodeGang
-from csps.loadgen.simulator.exchanges import StepTimes
+from csps.loadgen.simulator.exchanges import StepPricer
 from csps.loadgen.simulator.kv_slots import Slots
 from csps.loadgen.simulator.prefill_gang import Order, PrefillGang
 from csps.loadgen.simulator.requests import GangListener, SimulatedSequence
@@ -144,7 +144,7 @@ class SimulatedGangs:
         return PrefillGang(
             order=order,
             slots=slots,
-            times=StepTimes(cluster, self._network),
+            times=StepPricer(cluster, self._network),
             route=self._network.route,
             kv_bytes_per_token=cluster.kv_bytes_per_token,
             layers=cluster.layers,

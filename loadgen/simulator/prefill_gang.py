@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from csps.loadgen.simulator.exchanges import StepTimes
+from csps.loadgen.simulator.exchanges import StepPricer
 from csps.loadgen.simulator.kv_slots import SimulatedPrefixCache, Slots
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Link
@@ -169,7 +169,7 @@ class PrefillGang:
         *,
         order: Order,
         slots: Slots,
-        times: StepTimes,
+        times: StepPricer,
         route: Route,
         kv_bytes_per_token: int,
         layers: int,

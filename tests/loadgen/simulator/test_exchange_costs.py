@@ -20,7 +20,7 @@ from csps.configurator.model.traffic import Traffic, sp_tp_traffic, ulysses_traf
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, LinkModel
 from csps.loadgen.simulator.decode_batch import SimulatedMember
 from csps.loadgen.simulator.decode_gang import DecodeGang
-from csps.loadgen.simulator.exchanges import StepTimes, iteration_costs
+from csps.loadgen.simulator.exchanges import StepPricer, iteration_costs
 from csps.loadgen.simulator.kernel import Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import scheduler_of
@@ -65,7 +65,7 @@ def step_of(
 def taken_ns(model: ClusterModel, *steps: PrefillStep) -> int:
     """Return the time until steps that begin together have ended, on groups of their own."""
     timeline = EventTimeline()
-    times = StepTimes(model, SimulatedNetwork(timeline, model))
+    times = StepPricer(model, SimulatedNetwork(timeline, model))
     order = StepOrder(timeline, len(model.prefill.instances))
     ended: list[int] = []
     for step in steps:
@@ -122,7 +122,7 @@ def test_a_step_sends_what_the_engine_sends(group: tuple[int, ...], strategy: st
         between=replace(model.between, shared=True),
     )
     network = SimulatedNetwork(EventTimeline(), model)
-    time = StepTimes(model, network).of(step_of(group, strategy))
+    time = StepPricer(model, network).of(step_of(group, strategy))
     far = network.between(model.prefill.instances[0], model.prefill.instances[4])
     sent = {True: 0, False: 0}
     for link, size in (*time.beside, *time.after):
