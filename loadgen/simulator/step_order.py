@@ -35,9 +35,9 @@ class SimulatedStep:
     places: tuple[int, ...] = ()
     """Indices of the instances that decode the sequence after a move."""
     beside: Sends = ()
-    """What its members exchange while they compute."""
+    """Bytes that its members exchange while they compute."""
     after: Sends = ()
-    """What they exchange when they have computed. The step ends when all of it has arrived."""
+    """Bytes that they exchange afterwards. The step ends when all have arrived."""
     started_ns: int = -1
     done_ns: int = 0
     """Work done up to `resumed_ns`, or up to the pause."""

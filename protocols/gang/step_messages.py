@@ -115,8 +115,8 @@ class PrefillStep(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences whose prompt's log-probabilities are wanted, with the number of likeliest tokens to
     report beside each."""
     next_tokens: bytes = b""
-    """With `prompt_logprobs`: the token behind each of the receiver's own rows, int32; -1 where
-    none is wanted."""
+    """Token behind each of the receiver's own rows, int32; -1 where none is wanted. Only with
+    `prompt_logprobs`."""
     trace: dict[str, str] = {}
     """W3C trace context of the first chunk's request."""
 

@@ -162,7 +162,7 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobsByToken = list[dict[int, PromptLogprob] | None]
-"""For each token of a prompt, the likeliest tokens and itself; none for the first one."""
+"""Likeliest tokens at each token of a prompt, and the token itself; none for the first one."""
 
 
 class CompletionChoice(BaseModel):
