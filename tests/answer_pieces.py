@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from csps.services.http.answer_parts import AnswerParts
-from csps.services.http.harmony_parts import HarmonyParts
+from csps.services.http.harmony_parts import Splitter
 
 Found = tuple[str, str, list[tuple[str, str]]]
 """Reasoning, content, and the name and arguments of each call."""
 
 
-def found_in(parts: AnswerParts | HarmonyParts, pieces: Sequence[str]) -> Found:
+def found_in(parts: Splitter, pieces: Sequence[str]) -> Found:
     """Return what is found in an answer that comes in pieces."""
     found = [part for piece in pieces for part in parts.push(piece)] + parts.flush()
     texts = {"reasoning": "", "content": ""}

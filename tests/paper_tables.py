@@ -6,34 +6,21 @@ Table 1 of Tetris: the prefill of LLaMA3-8B on A100 (§2.2).
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from papers import CONTEXT, MEMBERS, SPEEDS, TABLE_4_MS
+from papers import LLAMA_405B as MODEL
+
 from csps.configurator.model.fits import RingPoint
-from csps.protocols.attention.ring_choice import RingModel, RingSpeeds
 
-CONTEXT = 128_000
-MEMBERS = 4
-MODEL = RingModel(heads=128, kv_heads=8, element_bytes=2)
-SPEEDS = RingSpeeds(flops=515e12, bytes_per_s=26.1e9)
-"""Speeds that Table 5 implies."""
+__all__ = ["MEMBERS", "MODEL", "SPEEDS", "TABLE_4", "TETRIS_TABLE_1"]
 
-_TTFT_MS = {
-    1280: (1023.39, 898.71),
-    3200: (1110.18, 1046.43),
-    4160: (1298.92, 1280.1),
-    6400: (1305.56, 1302.01),
-    12800: (2080.67, 2205.27),
-    25600: (3353.02, 3617.02),
-    38400: (4629.23, 4922.52),
-    51200: (5745.08, 6217.83),
-    64000: (6845.21, 7367.99),
-    76800: (7890.35, 8468.66),
-    89600: (8697.27, 9666.62),
-    102400: (10105.78, 10652.39),
-    115200: (11136.4, 11571.62),
-    128000: (11462.15, 12360.57),
-}
 TABLE_4 = [
     RingPoint(new=new, history=CONTEXT - new, kv_s=kv_ms / 1e3, q_s=q_ms / 1e3)
-    for new, (kv_ms, q_ms) in _TTFT_MS.items()
+    for new, (kv_ms, q_ms) in TABLE_4_MS.items()
 ]
 
 

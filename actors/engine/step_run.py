@@ -346,15 +346,7 @@ class StepRun:
                 send(index, part, kept)
 
 
-def _stored_already(
-    layer: int,
-    k_thd: Tensor,
-    v_thd: Tensor,
-    kept_ht: Tensor | None = None,
-    /,
-    *,
-    member: int | None = None,
-) -> None:
+def _stored_already(*_: object, **__: object) -> None:
     """Store nothing: the last layer's KV was stored before its first tokens were sampled."""
 
 

@@ -40,7 +40,7 @@ from csps.services.http.answer_parts import AnswerParts
 from csps.services.http.body import end_tasks
 from csps.services.http.body_parser import AnswerOptions, Endpoint
 from csps.services.http.errors import last_event
-from csps.services.http.harmony_parts import HarmonyParts
+from csps.services.http.harmony_parts import HarmonyParts, Splitter
 from csps.services.http.request_parser import ParsedRequest
 from csps.services.requests.prompt_logprobs import KnownPromptLogprobs
 from csps.services.requests.request_handle import RequestHandle
@@ -534,7 +534,7 @@ class _Choice:
             raise Cancelled("the request ended without an answer")
 
 
-def _splitter(options: AnswerOptions) -> AnswerParts | HarmonyParts | None:
+def _splitter(options: AnswerOptions) -> Splitter | None:
     """Return what finds reasoning and calls in an answer; None if it may have neither."""
     if options.reasoning == "harmony":
         calls = options.tool_format == "harmony"
@@ -561,7 +561,7 @@ class AnswerText:
         index: int = 0,
         include_stop: bool = False,
         begins_with: str = "",
-        parts: AnswerParts | HarmonyParts | None = None,
+        parts: Splitter | None = None,
         include_reasoning: bool = True,
     ) -> None:
         """Args:
@@ -622,7 +622,7 @@ class AnswerText:
         )
 
     def _split(
-        self, splitter: AnswerParts | HarmonyParts, text: str, reason: FinishReason | None
+        self, splitter: Splitter, text: str, reason: FinishReason | None
     ) -> tuple[Sequence[Part], FinishReason | None]:
         """Return the parts of some text, and why the answer ends with it."""
         before = splitter.in_reasoning

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from csps.models.tokenizers.grammar import json_rule, lark_grammar, literal
 from csps.protocols.openai.responses import Part
-from csps.services.http.harmony_parts import harmony_calls_grammar, writes_harmony
+from csps.services.http.harmony_parts import Splitter, harmony_calls_grammar, writes_harmony
 
 ToolFormat = Literal["hermes", "llama3", "harmony"]
 """How a model writes calls. "hermes", also Qwen's: `<tool_call>` around JSON with name and
@@ -96,10 +96,8 @@ def _head(name: str, field: str) -> str:
     return f'{{"name": {json.dumps(name)}, "{field}": '
 
 
-class AnswerParts:
-    """Splits one answer's text, which comes in pieces, into its parts.
-
-    Text is withheld while it may become something else. What a model began and did not end, or
+class AnswerParts(Splitter):
+    """Splits text in the formats of Hermes and Llama 3. What a model began and did not end, or
     wrote wrongly, stays text.
 
     Args:
@@ -110,30 +108,17 @@ class AnswerParts:
     def __init__(
         self, *, tool_format: ToolFormat | None, reasoning: Reasoning, parallel: bool = True
     ) -> None:
+        super().__init__()
         self._format, self._parallel = tool_format, parallel
-        self._withheld = ""
         self._state = {"none": self._text, "maybe": self._start, "open": self._reasoning}[reasoning]
         self._began = False
         """The part in progress has text."""
         self._scan = _ObjectEnd()
-        self.calls = 0
-        """Calls so far."""
-        self.ended = False
-        """No more is wanted of the answer."""
 
     @property
     def in_reasoning(self) -> bool:
         """Return whether the text so far ends within the reasoning."""
         return self._state == self._reasoning
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain after some more text."""
-        self._withheld += text
-        return list(self._parts(last=False))
-
-    def flush(self) -> list[Part]:
-        """Return the rest, at the end of the answer."""
-        return list(self._parts(last=True))
 
     def _parts(self, *, last: bool) -> Iterator[Part]:
         """Run the states, each of which takes text until it needs more or another follows."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ _LONGEST_HEADER = 512
 """Characters after which the header of a message is just text."""
 _ROLE = "assistant"
 _HEADER_WORDS = (CHANNEL, _ROLE, "to=", MESSAGE)
-"""What headers begin with."""
+"""Words with which headers begin."""
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
@@ -77,34 +78,23 @@ def with_thinking(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "thinking": thought}
 
 
-class HarmonyParts:
-    """Splits one answer's text, special tokens included, into its parts. It comes in pieces.
+class Splitter(ABC):
+    """Splits one answer's text, which comes in pieces, into its parts.
 
-    Text is withheld while it may become a mark. What has no header is text.
-
-    Args:
-        calls: the request allows calls; otherwise they are text.
-        parallel: False ends the answer after its first call.
+    Text is withheld while it may become something else.
     """
 
-    def __init__(self, *, calls: bool, parallel: bool = True) -> None:
-        self._allowed, self._parallel = calls, parallel
+    def __init__(self) -> None:
         self._withheld = ""
-        self._in_header = True
-        self._kind: _Kind = "content"
-        self._shown: dict[_Kind, int] = {"content": 0, "reasoning": 0, "arguments": 0}
-        """Characters of each kind, those of arguments in the call in progress."""
-        self._separate = False
-        """The message in progress follows another one of its kind."""
         self.calls = 0
-        """Calls that are complete."""
+        """Calls so far."""
         self.ended = False
         """No more is wanted of the answer."""
 
     @property
+    @abstractmethod
     def in_reasoning(self) -> bool:
         """Return whether the text so far ends within the reasoning."""
-        return self._kind == "reasoning" and not self._in_header
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that are certain after some more text."""
@@ -114,6 +104,34 @@ class HarmonyParts:
     def flush(self) -> list[Part]:
         """Return the rest, at the end of the answer."""
         return list(self._parts(last=True))
+
+    @abstractmethod
+    def _parts(self, *, last: bool) -> Iterator[Part]:
+        """Take what is certain of the withheld text; at the end of the answer, all of it."""
+
+
+class HarmonyParts(Splitter):
+    """Splits text with special tokens. What has no header is text.
+
+    Args:
+        calls: the request allows calls; otherwise they are text.
+        parallel: False ends the answer after its first call.
+    """
+
+    def __init__(self, *, calls: bool, parallel: bool = True) -> None:
+        super().__init__()
+        self._allowed, self._parallel = calls, parallel
+        self._in_header = True
+        self._kind: _Kind = "content"
+        self._shown: dict[_Kind, int] = {"content": 0, "reasoning": 0, "arguments": 0}
+        """Characters of each kind, those of arguments in the call in progress."""
+        self._separate = False
+        """The message in progress follows another one of its kind."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Return whether the text so far ends within the reasoning."""
+        return self._kind == "reasoning" and not self._in_header
 
     def _parts(self, *, last: bool) -> Iterator[Part]:
         while not self.ended:
