@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from math import log2, sqrt
 from statistics import fmean
+from typing import ClassVar
 
 import numpy as np
 
@@ -111,6 +113,17 @@ class Setting:
         return self.levels == 1 or self.csa.lossless or self.layers < 3
 
 
+ENOUGH = 400
+"""Questions from which a measured loss counts as it is; with fewer, the upper end of its
+interval of 95 % counts."""
+ENOUGH_POSITIONS = 10_000
+"""The same of next tokens, which are compared with exact attention's."""
+LONG = 32_768
+"""Length beyond which fewer than `ENOUGH` questions, which take hours there, support no bound below
+`LEAST_OF_LONG`."""
+LEAST_OF_LONG = 0.05
+
+
 @dataclass(frozen=True, kw_only=True)
 class AccuracySample:
     """Answers to the same questions with sparse and with exact attention."""
@@ -119,6 +132,22 @@ class AccuracySample:
     questions: int
     right_exact: int
     right: int
+
+    needed: ClassVar[int] = ENOUGH
+    """Questions from which the loss counts as it is."""
+
+    @property
+    def enough(self) -> bool:
+        """True if so many questions were asked."""
+        return self.questions >= self.needed
+
+    @property
+    def upper(self) -> float:
+        """Loss that a bound has to allow."""
+        if self.enough:
+            return self.loss
+        least = LEAST_OF_LONG if self.setting.tokens > LONG else 0.0
+        return max(least, self.interval[1])
 
     @property
     def loss(self) -> float:
@@ -129,6 +158,12 @@ class AccuracySample:
     def interval(self) -> tuple[float, float]:
         """Interval of 95 % for the loss."""
         return loss_interval(self.questions, self.right_exact, self.right)
+
+
+class NextTokenSample(AccuracySample):
+    """Next tokens that are, and are not, those of exact attention."""
+
+    needed: ClassVar[int] = ENOUGH_POSITIONS
 
 
 def loss_interval(questions: int, right_exact: int, right: int) -> tuple[float, float]:
@@ -197,13 +232,34 @@ def _dropping_layers(setting: Setting) -> list[tuple[float, ...]]:
 
 PLAIN_TEXT = "plain text"
 """Kind that asks no questions, but which token comes next."""
+NEXT_TOKEN = "next token"
+"""The same of a category's prompts."""
+RETRIEVAL = "retrieval"
 RETRIEVES = 0.5
 """Share of a kind's questions that a model must answer rightly with exact attention. Otherwise
 it has no answers of that kind to lose."""
 
 
+def kind_name(category: str, task: str) -> str:
+    """Return the name of a kind of questions of a category."""
+    return f"{category}: {task}"
+
+
+def category_of(kind: str) -> str | None:
+    """Return the category of a kind of questions; None for plain text, which has none."""
+    if kind == PLAIN_TEXT:
+        return None
+    category, separator, _ = kind.partition(": ")
+    # Needle questions were measured before there were categories.
+    return category if separator else RETRIEVAL
+
+
 def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[AccuracySample]:
-    """Return one sample for each configuration that was measured.
+    """Return one sample for each configuration that was measured in each category.
+
+    A bound holds in each category, so the kind of questions that is known to lose most counts. A
+    configuration that was not measured in a category, in which others were, may lose anything
+    there, and is left out.
 
     Args:
         layers: number of layers of the model.
@@ -211,22 +267,77 @@ def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[Accura
     by_setting: dict[Setting, dict[str, list[AccuracyRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_setting[_setting(row, layers)][row.kind].append(row)
-    # The kind of questions that loses most counts, because a bound holds for all of them; of equal
-    # kinds the one with most questions.
+    branches: dict[Setting, dict[Setting, dict[str, AccuracySample]]] = defaultdict(dict)
+    for setting, by_kind in by_setting.items():
+        sums = {kind: _sum(setting, kind, of_kind) for kind, of_kind in by_kind.items()}
+        branches[_branch(setting)][setting] = sums
+    known = [
+        _by_category(_with_harder(setting, branches[_branch(setting)])) for setting in by_setting
+    ]
+    asked = {category for by_kind in by_setting.values() for category in map(category_of, by_kind)}
     return [
-        max(_counting(setting, by_kind), key=lambda sample: (sample.loss, sample.questions))
-        for setting, by_kind in by_setting.items()
+        max(by_category.values(), key=_known_loss)
+        for by_category in known
+        if set(by_category) >= asked - {None}
     ]
 
 
-def _counting(setting: Setting, by_kind: dict[str, list[AccuracyRow]]) -> list[AccuracySample]:
-    """Return the samples of the kinds that count; plain text counts if no other kind does."""
-    sums = {kind: _sum(setting, rows) for kind, rows in by_kind.items()}
-    text = sums.pop(PLAIN_TEXT, None)
-    answered = [
-        sample for sample in sums.values() if sample.right_exact >= RETRIEVES * sample.questions
-    ]
-    return answered or ([text] if text else list(sums.values()))
+def _known_loss(sample: AccuracySample) -> tuple[float, float, int]:
+    """Return the order of samples from the one that loses least."""
+    return sample.upper, sample.loss, sample.questions
+
+
+def _by_category(by_kind: Mapping[str, AccuracySample]) -> dict[str, AccuracySample]:
+    """Return the worst kind of each category, of those that the model answers exactly.
+
+    For a category of which it answers none, its next tokens stand in, and else those of plain text.
+    """
+    found = {}
+    for category in {category_of(kind) for kind in by_kind} - {None}:
+        name = kind_name(str(category), NEXT_TOKEN)
+        counting = [
+            sample
+            for kind, sample in by_kind.items()
+            if category_of(kind) == category
+            and kind != name
+            and sample.right_exact >= RETRIEVES * sample.questions
+        ]
+        if not counting:
+            counting = [by_kind[kind] for kind in (name, PLAIN_TEXT) if kind in by_kind][:1]
+        if counting:
+            found[str(category)] = max(counting, key=_known_loss)
+    return found
+
+
+def _branch(setting: Setting) -> Setting:
+    """Return the setting without its ratios."""
+    return replace(setting, csa=replace(setting.csa, drop_ratios=((0.0,),)))
+
+
+def _with_harder(
+    setting: Setting, branch: Mapping[Setting, Mapping[str, AccuracySample]]
+) -> dict[str, AccuracySample]:
+    """Return the samples of a setting by kind.
+
+    Where larger ratios lost no more of more questions, that counts: they keep a subset.
+    """
+    found = dict(branch[setting])
+    for other, by_kind in branch.items():
+        if not _drops_more(other.csa.drop_ratios, setting.csa.drop_ratios):
+            continue
+        for kind, sample in by_kind.items():
+            own = found.get(kind)
+            if own and sample.loss <= own.loss and sample.questions > own.questions:
+                found[kind] = replace(sample, setting=setting)
+    return found
+
+
+def _drops_more(ratios: Ratios, than: Ratios) -> bool:
+    """Return True if no ratio is smaller, and one is larger."""
+    if ratios == than or list(map(len, ratios)) != list(map(len, than)):
+        return False
+    pairs = zip(chain.from_iterable(ratios), chain.from_iterable(than), strict=True)
+    return all(more >= less for more, less in pairs)
 
 
 def places_of(group_shape: str) -> tuple[str, ...]:
@@ -253,8 +364,9 @@ def _setting(row: AccuracyRow, layers: int) -> Setting:
     )
 
 
-def _sum(setting: Setting, rows: list[AccuracyRow]) -> AccuracySample:
-    return AccuracySample(
+def _sum(setting: Setting, kind: str, rows: list[AccuracyRow]) -> AccuracySample:
+    next_token = kind in (PLAIN_TEXT, kind_name(category_of(kind) or "", NEXT_TOKEN))
+    return (NextTokenSample if next_token else AccuracySample)(
         setting=setting,
         questions=sum(row.questions for row in rows),
         right_exact=sum(row.right_exact for row in rows),

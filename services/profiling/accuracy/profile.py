@@ -28,7 +28,7 @@ from csps.configurator.regressors.samples import (
 )
 from csps.configurator.search.space import ImportanceScoring, Space
 from csps.models.network.spec import ModelSpec
-from csps.protocols.attention.csa import CsaPlan, CsaSettings
+from csps.protocols.attention.csa import CsaSettings
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.emulated_attention import EmulatedGroup
 from csps.services.profiling.accuracy.questions import (
@@ -36,6 +36,8 @@ from csps.services.profiling.accuracy.questions import (
     AskedPrompt,
     QuestionKind,
     Score,
+    answered_kinds,
+    exact_logits,
 )
 
 
@@ -193,11 +195,22 @@ class AccuracyProfile:
         most = self.model.network.spec.max_positions
         for tokens in (length for length in self.enumeration.lengths if length <= most):
             points = list(self.enumeration.points(tokens))
-            for round_index in range(max(kind.rounds for kind in QUESTION_KINDS)):
-                for kind in QUESTION_KINDS:
+            kinds = answered_kinds(QUESTION_KINDS, self.model, tokens, self._exactly(tokens))
+            for round_index in range(max(kind.rounds for kind in kinds)):
+                for kind in kinds:
                     if time.monotonic() > end:
                         return
                     self._round(kind, tokens, round_index, points)
+
+    def _exactly(self, tokens: int) -> dict[str, tuple[int, int]]:
+        """Return questions and right answers of exact attention at a length, by kind."""
+        sums: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for point, tallies in self._tallies.items():
+            if point.branch.tokens == tokens:
+                for kind, tally in tallies.items():
+                    questions, right = sums[kind]
+                    sums[kind] = questions + tally.questions, right + tally.right_exact
+        return {kind: tally for kind, tally in sums.items() if tally[0]}
 
     def _round(
         self, kind: QuestionKind, tokens: int, round_index: int, points: Sequence[Point]
@@ -258,11 +271,7 @@ class AccuracyProfile:
 
 def answered(model: LocalModel, asked: AskedPrompt, points: Iterable[Point]) -> dict[Point, Score]:
     """Score a prompt by each configuration."""
-    spec = model.network.spec
-    group = EmulatedGroup(
-        spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=asked.tokens
-    )
-    exact_sv = asked.prompt.logits(group)
+    spec, exact_sv = model.network.spec, exact_logits(model, asked)
     return {
         point: asked.score(exact_sv, asked.prompt.logits(point.group(spec, asked.tokens)))
         for point in points
