@@ -13,7 +13,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from math import log2, sqrt
 from statistics import fmean
 from typing import ClassVar
@@ -257,12 +256,29 @@ def category_of(kind: str) -> str | None:
 def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[AccuracySample]:
     """Return one sample for each configuration that was measured in each category.
 
-    A bound holds in each category, so the kind of questions that is known to lose most counts. A
-    configuration that was not measured in a category, in which others were, may lose anything
-    there, and is left out.
+    A bound holds in each category, so the one that is known to lose most counts. A configuration
+    that was not measured in a category, in which others were, may lose anything there, and is left
+    out.
 
     Args:
         layers: number of layers of the model.
+    """
+    measured = losses_by_category(rows, layers=layers)
+    asked = {category for categories in measured.values() for category in categories}
+    return [
+        # Of equal samples the one with most questions.
+        max((sample for sample in samples.values() if sample), key=_known_loss)
+        for samples in measured.values()
+        if all(samples.get(category) for category in asked)
+    ]
+
+
+def losses_by_category(
+    rows: Iterable[AccuracyRow], *, layers: int
+) -> dict[Setting, dict[str, AccuracySample | None]]:
+    """Return what each configuration loses in each category that it was asked.
+
+    A sample is None if the model answers no question of the category, and no next tokens stand in.
     """
     by_setting: dict[Setting, dict[str, list[AccuracyRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -271,15 +287,10 @@ def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[Accura
     for setting, by_kind in by_setting.items():
         sums = {kind: _sum(setting, kind, of_kind) for kind, of_kind in by_kind.items()}
         branches[_branch(setting)][setting] = sums
-    known = [
-        _by_category(_with_harder(setting, branches[_branch(setting)])) for setting in by_setting
-    ]
-    asked = {category for by_kind in by_setting.values() for category in map(category_of, by_kind)}
-    return [
-        max(by_category.values(), key=_known_loss)
-        for by_category in known
-        if set(by_category) >= asked - {None}
-    ]
+    return {
+        setting: _by_category(_with_harder(setting, branches[_branch(setting)]))
+        for setting in by_setting
+    }
 
 
 def _known_loss(sample: AccuracySample) -> tuple[float, float, int]:
@@ -287,25 +298,26 @@ def _known_loss(sample: AccuracySample) -> tuple[float, float, int]:
     return sample.upper, sample.loss, sample.questions
 
 
-def _by_category(by_kind: Mapping[str, AccuracySample]) -> dict[str, AccuracySample]:
+def _by_category(by_kind: Mapping[str, AccuracySample]) -> dict[str, AccuracySample | None]:
     """Return the worst kind of each category, of those that the model answers exactly.
 
     For a category of which it answers none, its next tokens stand in, and else those of plain text.
     """
-    found = {}
-    for category in {category_of(kind) for kind in by_kind} - {None}:
-        name = kind_name(str(category), NEXT_TOKEN)
+    found: dict[str, AccuracySample | None] = {}
+    for category in dict.fromkeys(map(category_of, by_kind)):
+        if category is None:
+            continue
+        stand_in = kind_name(category, NEXT_TOKEN)
         counting = [
             sample
             for kind, sample in by_kind.items()
             if category_of(kind) == category
-            and kind != name
+            and kind != stand_in
             and sample.right_exact >= RETRIEVES * sample.questions
         ]
         if not counting:
-            counting = [by_kind[kind] for kind in (name, PLAIN_TEXT) if kind in by_kind][:1]
-        if counting:
-            found[str(category)] = max(counting, key=_known_loss)
+            counting = [by_kind[kind] for kind in (stand_in, PLAIN_TEXT) if kind in by_kind][:1]
+        found[category] = max(counting, key=_known_loss, default=None)
     return found
 
 
@@ -333,11 +345,20 @@ def _with_harder(
 
 
 def _drops_more(ratios: Ratios, than: Ratios) -> bool:
-    """Return True if no ratio is smaller, and one is larger."""
-    if ratios == than or list(map(len, ratios)) != list(map(len, than)):
-        return False
-    pairs = zip(chain.from_iterable(ratios), chain.from_iterable(than), strict=True)
-    return all(more >= less for more, less in pairs)
+    """Return True if no layer and head drops less, and one drops more.
+
+    The last layer given counts for all behind it, and the last head for all others.
+    """
+    layers, heads = max(len(ratios), len(than)), max(map(len, (*ratios, *than)))
+    pairs = [
+        [of_layer[min(head, len(of_layer) - 1)] for of_layer in both]
+        for both in (
+            [by_layer[min(layer, len(by_layer) - 1)] for by_layer in (ratios, than)]
+            for layer in range(layers)
+        )
+        for head in range(heads)
+    ]
+    return any(more > less for more, less in pairs) and all(more >= less for more, less in pairs)
 
 
 def places_of(group_shape: str) -> tuple[str, ...]:

@@ -64,8 +64,7 @@ def known(rows: list[AccuracyRow]) -> dict[float, AccuracySample]:
 def allowed(rows: list[AccuracyRow], ratio: float) -> float:
     """Return the loss that a bound has to allow for a ratio that was measured."""
     samples = accuracy_samples(rows, layers=LAYERS)
-    (setting,) = {s.setting for s in known(rows).values() if s.setting.csa.drop_ratios[0][0] == ratio}
-    return float(Support.of(samples).losses([setting])[0])
+    return float(Support.of(samples).losses([known(rows)[ratio].setting])[0])
 
 
 @pytest.mark.parametrize("bad", CATEGORIES)

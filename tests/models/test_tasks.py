@@ -195,4 +195,3 @@ def test_worked_examples_are_right_and_give_nothing_away(task: TaskName) -> None
 )
 def test_a_reply_is_scored_by_the_answers_that_it_names(reply: str, share: float) -> None:
     assert named(reply, ("falcon", "agate")) == share
-

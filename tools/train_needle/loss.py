@@ -100,9 +100,7 @@ SIDE_LOSS_WEIGHT = 0.3
 """Weight of each earlier layer's answers, and of filler, relative to the last layer's answers."""
 
 
-def layer_states(
-    model: LlamaForCausalLM, batch: TrainingBatch, every: int = 1
-) -> list[Tensor]:
+def layer_states(model: LlamaForCausalLM, batch: TrainingBatch, every: int = 1) -> list[Tensor]:
     """Return the states from which layers predict, (N, hidden) each, in order.
 
     They are those of the second layer, of each `every`-th behind it, and of the last.

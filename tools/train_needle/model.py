@@ -29,7 +29,6 @@ ROPE_THETA = 1e12
 content over any distance, the fast ones find neighbors."""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Sizes of the network."""

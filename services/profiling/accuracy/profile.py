@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import product
@@ -22,8 +22,10 @@ from csps.configurator.model.scaling_information_base import AccuracyRow, Scalin
 from csps.configurator.regressors.samples import (
     PLAIN_TEXT,
     AccuracySample,
+    NextTokenSample,
     accuracy_samples,
     loss_interval,
+    losses_by_category,
     places_of,
 )
 from csps.configurator.search.space import ImportanceScoring, Space
@@ -33,6 +35,8 @@ from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.emulated_attention import EmulatedGroup
 from csps.services.profiling.accuracy.questions import (
     QUESTION_KINDS,
+    QUESTIONS,
+    ROUND,
     AskedPrompt,
     QuestionKind,
     Score,
@@ -182,6 +186,8 @@ class AccuracyProfile:
     say: Callable[[str], None]
     limit_s: float = float("inf")
     """Time after which no round starts."""
+    rounds: int = QUESTIONS // ROUND
+    """Rounds of each kind at most."""
     _tallies: defaultdict[Point, defaultdict[str, AnswerTally]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(AnswerTally))
     )
@@ -196,7 +202,7 @@ class AccuracyProfile:
         for tokens in (length for length in self.enumeration.lengths if length <= most):
             points = list(self.enumeration.points(tokens))
             kinds = answered_kinds(QUESTION_KINDS, self.model, tokens, self._exactly(tokens))
-            for round_index in range(max(kind.rounds for kind in kinds)):
+            for round_index in range(min(self.rounds, max(kind.rounds for kind in kinds))):
                 for kind in kinds:
                     if time.monotonic() > end:
                         return
@@ -303,6 +309,7 @@ def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]
     if not rows:
         return
     yield "tokens  group  N_v  strategy  scored by  window  drop ratio  lost of right answers"
+    by_category = losses_by_category(rows, layers=layers)
     for sample in sorted(accuracy_samples(rows, layers=layers), key=_order):
         setting, (low, high) = sample.setting, sample.interval
         csa = setting.csa
@@ -310,8 +317,20 @@ def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]
             f"{setting.tokens:>6}  {len(setting.locations):>5}  {setting.levels:>3}  "
             f"{csa.strategy:<8}  {csa.importance_layer:<9}  {csa.importance_window:>6}  "
             f"{csa.drop_ratios[0][0]:>10.2f}  {sample.loss:.1%} [{low:.1%}, {high:.1%}] "
-            f"of {sample.questions}"
+            f"of {sample.questions}{_remarks(sample, by_category[setting])}"
         )
+
+
+def _remarks(sample: AccuracySample, by_category: Mapping[str, AccuracySample | None]) -> str:
+    """Return the loss of each category, and by how much too few questions count."""
+    losses = [
+        f"{category} {of_category.loss:.1%}"
+        f"{' of next tokens' if isinstance(of_category, NextTokenSample) else ''}"
+        for category, of_category in by_category.items()
+        if of_category and len(by_category) > 1
+    ]
+    few = [] if sample.enough else [f"few questions: counts as {sample.upper:.1%}"]
+    return "".join(f"; {remark}" for remark in (*losses, *few))
 
 
 def _order(sample: AccuracySample) -> tuple[object, ...]:

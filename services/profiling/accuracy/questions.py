@@ -271,9 +271,7 @@ class NextTokens:
             ids = model.tokenizer.encode(written.text).ids
             scored = range(len(ids) - positions, len(ids))
             first = FirstLayer.of(model.network, ids)
-            yield AskedText(
-                prompt=EmulatedPrompt(model.network, first, scored), tokens=len(ids)
-            )
+            yield AskedText(prompt=EmulatedPrompt(model.network, first, scored), tokens=len(ids))
 
 
 QUESTION_KINDS: tuple[QuestionKind, ...] = (
