@@ -283,14 +283,11 @@ def losses_by_category(
     by_setting: dict[Setting, dict[str, list[AccuracyRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_setting[_setting(row, layers)][row.kind].append(row)
-    branches: dict[Setting, dict[Setting, dict[str, AccuracySample]]] = defaultdict(dict)
+    branches: dict[Setting, dict[Setting, dict[str, AccuracySample | None]]] = defaultdict(dict)
     for setting, by_kind in by_setting.items():
         sums = {kind: _sum(setting, kind, of_kind) for kind, of_kind in by_kind.items()}
-        branches[_branch(setting)][setting] = sums
-    return {
-        setting: _by_category(_with_harder(setting, branches[_branch(setting)]))
-        for setting in by_setting
-    }
+        branches[_branch(setting)][setting] = _by_category(sums)
+    return {setting: _with_harder(setting, branches[_branch(setting)]) for setting in by_setting}
 
 
 def _known_loss(sample: AccuracySample) -> tuple[float, float, int]:
@@ -299,7 +296,7 @@ def _known_loss(sample: AccuracySample) -> tuple[float, float, int]:
 
 
 def _by_category(by_kind: Mapping[str, AccuracySample]) -> dict[str, AccuracySample | None]:
-    """Return the worst kind of each category, of those that the model answers exactly.
+    """Return the kind of each category that loses most, of those that the model answers exactly.
 
     For a category of which it answers none, its next tokens stand in, and else those of plain text.
     """
@@ -317,7 +314,10 @@ def _by_category(by_kind: Mapping[str, AccuracySample]) -> dict[str, AccuracySam
         ]
         if not counting:
             counting = [by_kind[kind] for kind in (stand_in, PLAIN_TEXT) if kind in by_kind][:1]
-        found[category] = max(counting, key=_known_loss, default=None)
+        # Of equal kinds the one with most questions.
+        found[category] = max(
+            counting, key=lambda sample: (sample.loss, sample.questions), default=None
+        )
     return found
 
 
@@ -327,20 +327,21 @@ def _branch(setting: Setting) -> Setting:
 
 
 def _with_harder(
-    setting: Setting, branch: Mapping[Setting, Mapping[str, AccuracySample]]
-) -> dict[str, AccuracySample]:
-    """Return the samples of a setting by kind.
+    setting: Setting, branch: Mapping[Setting, Mapping[str, AccuracySample | None]]
+) -> dict[str, AccuracySample | None]:
+    """Return the samples of a setting by category.
 
-    Where larger ratios lost no more of more questions, that counts: they keep a subset.
+    Where neither it nor larger ratios lost anything, the most questions count: larger ratios keep
+    a subset. (The profile asks a kind further only at the largest such ratio.)
     """
     found = dict(branch[setting])
-    for other, by_kind in branch.items():
+    for other, by_category in branch.items():
         if not _drops_more(other.csa.drop_ratios, setting.csa.drop_ratios):
             continue
-        for kind, sample in by_kind.items():
-            own = found.get(kind)
-            if own and sample.loss <= own.loss and sample.questions > own.questions:
-                found[kind] = replace(sample, setting=setting)
+        for category, sample in by_category.items():
+            own = found.get(category)
+            if own and sample and own.loss == sample.loss == 0 and own.questions < sample.questions:
+                found[category] = replace(sample, setting=setting)
     return found
 
 
