@@ -85,7 +85,7 @@ class ServeStatus:
     def _matches(self, config: DeployConfig, *states: str) -> bool:
         application = self.applications.get(config.application_name) or {}
         deployed = application.get("deployed_app_config") or {}
-        # Serve returns what was submitted, without defaults: a changed place of the code counts too.
+        # Serve returns what was submitted, so a changed place of the code counts too.
         return deployed == config.application and application["status"] in states
 
     @property
