@@ -391,11 +391,11 @@ def run(
         AccuracyProfile(
             base, model, BRANCHES, lambda line: None, limit_s=limit_s, rounds=rounds
         ).run()
-        rounds: dict[tuple[float, str], int] = {}
+        asked: dict[tuple[float, str], int] = {}
         for row in base.rows(AccuracyRow):
             at = row.drop_ratio, row.kind
-            rounds[at] = rounds.get(at, 0) + 1
-    return rounds
+            asked[at] = asked.get(at, 0) + 1
+    return asked
 
 
 def test_a_branch_ends_where_most_is_lost(
