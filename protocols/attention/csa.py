@@ -98,7 +98,7 @@ class LayerGroup:
             for ratio in ratios:
                 _check_ratio(ratio)
         for nearer, farther in pairwise(self.drop_ratios):
-            self._check_nested(nearer, farther)
+            _check_nested("drop ratios", nearer, farther, rising=(nearer, farther))
         self._check_coverages()
         if any(count < 1 for count in self.micro_partitions):
             raise ConfigError(f"micro_partitions {self.micro_partitions}: allowed are 1 and more")
@@ -114,20 +114,7 @@ class LayerGroup:
             for share in shares:
                 _check_coverage(share)
         for nearer, farther in pairwise(self.coverages):
-            # What a share keeps grows with it, so complements compare as ratios do.
-            self._check_nested(*(tuple(1.0 - c for c in level) for level in (nearer, farther)))
-
-    def _check_nested(self, nearer: tuple[float, ...], farther: tuple[float, ...]) -> None:
-        heads = max(len(nearer), len(farther))
-        if len(nearer) > 1 and len(farther) > 1 and len(nearer) != len(farther):
-            raise ConfigError(
-                f"{len(nearer)} drop ratios or coverages of one level, {len(farther)} of the next"
-            )
-        if any(_of_head(nearer, h) > _of_head(farther, h) for h in range(heads)):
-            raise ConfigError(
-                f"drop ratios {nearer} of one level and {farther} of the next: a farther level "
-                "may not keep what a nearer one drops"
-            )
+            _check_nested("coverages", nearer, farther, rising=(farther, nearer))
 
     def drop_ratio(self, level: int, kv_head: int) -> float:
         """Return p of a level, counted from 1, and a KV head of the whole model."""
@@ -284,6 +271,25 @@ class CsaPlan:
 
 def _of_head(ratios: tuple[float, ...], kv_head: int) -> float:
     return ratios[0] if len(ratios) == 1 else ratios[kv_head]
+
+
+def _check_nested(
+    name: str,
+    nearer: tuple[float, ...],
+    farther: tuple[float, ...],
+    *,
+    rising: tuple[tuple[float, ...], tuple[float, ...]],
+) -> None:
+    """Check numbers of two levels; `rising` are both, and no number of its first may be greater."""
+    heads = max(len(nearer), len(farther))
+    if len(nearer) > 1 and len(farther) > 1 and len(nearer) != len(farther):
+        raise ConfigError(f"{len(nearer)} {name} of one level, {len(farther)} of the next")
+    least, most = rising
+    if any(_of_head(least, h) > _of_head(most, h) for h in range(heads)):
+        raise ConfigError(
+            f"{name} {nearer} of one level and {farther} of the next: a farther level may not keep "
+            "what a nearer one drops"
+        )
 
 
 def _check_ratio(ratio: float) -> None:
