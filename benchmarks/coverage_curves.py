@@ -6,7 +6,7 @@ One group computes the same prompts of the included model by every configuration
 that may drop, between servers: rows of both all-to-alls, scoring queries, LSEs and numbers of kept
 tokens. Dropped mass is what `explain` reports.
 
-StarAttention (Acharya et al.) gives every instance the first block of the prompt beside its own, and
+StarAttention gives every instance the first block of the prompt beside its own, and
 lets only the query at the prompt's end see everything. Here the last tokens are its query, and the
 first and the last layer are exact, as with the others. Instances compute the anchor again, so only
 the query and its outputs are sent.
@@ -40,7 +40,7 @@ from csps.actors.attention.base.levels import (
 from csps.actors.attention.csa.routes import HeadCounts, Routes, SendSlice
 from csps.configurator.regressors.samples import loss_interval, places_of
 from csps.kernels.attention import attention
-from csps.kernels.importance import covering_counts, gather_kept, select
+from csps.kernels.importance import covering_counts, select
 from csps.kernels.merge import merge_into
 from csps.protocols.attention.csa import CsaPlan, CsaSettings
 from csps.protocols.core.topology import Topology
@@ -187,9 +187,7 @@ class CountedGroup(EmulatedGroup):
             ]
         )
 
-    def _dropped(
-        self, kept: Sequence[Sequence[Sequence[int]]], importance_ut: Tensor
-    ) -> Tensor:
+    def _dropped(self, kept: Sequence[Sequence[Sequence[int]]], importance_ut: Tensor) -> Tensor:
         """Return the share of attention that each KV head drops, as `explain` does."""
         geometry = LevelGeometry(parts=self.parts, levels=self.plan.segments())
         dropped_u = torch.zeros(len(importance_ut))
@@ -210,7 +208,11 @@ class CountedGroup(EmulatedGroup):
         counts = HeadCounts(kept=kept, parts=self.parts, drop_queries=True)
         geometry = LevelGeometry(parts=self.parts, levels=self.plan.segments())
         routes = Routes(
-            geometry, counts, heads=heads, kv_heads=kv_heads, micro_partitions=(1,) * self.plan.levels
+            geometry,
+            counts,
+            heads=heads,
+            kv_heads=kv_heads,
+            micro_partitions=(1,) * self.plan.levels,
         )
         total = sum(
             _slice_bytes(piece, dim, first=piece.reused_from is None)
@@ -357,8 +359,12 @@ def _result(scores: Sequence[Score], sent: Sequence[int], dropped: Tensor) -> di
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Return a Markdown table: a line for each configuration, a column for each kind."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    yield "| tokens | method | scored by | MB between servers | dropped mass: mean, worst head | " + (
-        " | ".join(f"right, {kind}" if kind != PlainText.name else kind for kind in kinds) + " |"
+    yield (
+        "| tokens | method | scored by | MB between servers | dropped mass: mean, worst head | "
+        + (
+            " | ".join(f"right, {kind}" if kind != PlainText.name else kind for kind in kinds)
+            + " |"
+        )
     )
     yield "|---" * (5 + len(kinds)) + "|"
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -397,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for tokens in arguments.tokens:
         begin = time.monotonic()
         for row in measure(model, arguments.group, tokens, arguments.rounds, arguments.limit_s):
-            rows.append(row | {"seconds": round(time.monotonic() - begin)})
+            rows.append(row)
             content = {"command": _command(arguments), "rows": rows}
             arguments.out.write_text(json.dumps(content, indent=1) + "\n")
         print(f"{tokens} tokens: {time.monotonic() - begin:.0f} s", flush=True)

@@ -315,7 +315,9 @@ def coverages(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float,
     """Return the coverages of levels 2 and up, which never rise for a head."""
     heads = draw(st.sampled_from([1, kv_heads]))
     choices = st.sampled_from([1.0, 0.99, 0.8, 0.5, 0.1])
-    by_head = [sorted((draw(choices) for _ in range(levels - 1)), reverse=True) for _ in range(heads)]
+    by_head = [
+        sorted((draw(choices) for _ in range(levels - 1)), reverse=True) for _ in range(heads)
+    ]
     return tuple(zip(*by_head, strict=True))
 
 

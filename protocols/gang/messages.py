@@ -388,7 +388,7 @@ class PrefillProgress:
 class DroppedMass:
     """Attention mass that sparse attention dropped of a sequence's chunk, as one rank saw it.
 
-    The sums of all ranks of a group are those of the chunk; a share of mass is `dropped` by `total`.
+    The sums of all ranks of a group are those of the chunk; the share is `dropped` by `total`.
     """
 
     sequence_id: int

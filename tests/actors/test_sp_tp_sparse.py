@@ -154,9 +154,7 @@ def check(gang: StrategyRanks, plan: CsaPlan) -> None:
     check_dropped(groups, wanted)
 
 
-def check_dropped(
-    groups: Sequence[tuple[SpGroup, Engine]], wanted: Mapping[int, Tensor]
-) -> None:
+def check_dropped(groups: Sequence[tuple[SpGroup, Engine]], wanted: Mapping[int, Tensor]) -> None:
     """Hold what all ranks report together to the share that brute force drops, by layer."""
     sums: dict[int, Tensor] = {}
     for group, engine in groups:

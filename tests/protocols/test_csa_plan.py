@@ -102,7 +102,7 @@ def test_each_farther_level_covers_the_square_of_the_share_before() -> None:
         (pytest.approx(0.81), 1.0),
         (pytest.approx(0.6561), 1.0),
     )
-    assert all(0 < share for (share,) in squaring(1e-200, 4))
+    assert all(share > 0 for (share,) in squaring(1e-200, 4))
 
 
 def test_a_plan_of_coverages_is_exact_only_if_all_are_one() -> None:
@@ -112,7 +112,7 @@ def test_a_plan_of_coverages_is_exact_only_if_all_are_one() -> None:
 
     assert plan(1.0, 1.0).lossless
     assert not plan(1.0, 0.99).lossless
-    with pytest.raises(ConfigError, match="2 coverages of one level; .* or 4"):
+    with pytest.raises(ConfigError, match=r"2 coverages of one level; .* or 4"):
         plan(1.0, 0.9).check_kv_heads(4)
 
 

@@ -16,6 +16,7 @@ from property_examples import examples
 
 from csps.protocols.attention.plan import option_name, parse_option
 from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.openai.csps_options import request_class
 from csps.protocols.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -394,7 +394,12 @@ class Csa(OverlappingStrategy):
         return tuple(orders)
 
     def _tally(
-        self, layer: int, part: LevelPart, run: slice, importance_gt: Tensor, order_gk: Tensor | None
+        self,
+        layer: int,
+        part: LevelPart,
+        run: slice,
+        importance_gt: Tensor,
+        order_gk: Tensor | None,
     ) -> None:
         """Count the mass of a part that its chunk's last queries do not see in a layer."""
         level = self._geometry.level_of_last_queries(part)

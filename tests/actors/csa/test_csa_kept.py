@@ -54,9 +54,7 @@ def test_covering_counts_are_the_fewest_that_reach_each_share(data: st.DataObjec
         droppable = sorted(importance[head, ~always].tolist(), reverse=True)
         for level, share in enumerate(shares):
             reaching = (
-                n
-                for n in range(len(droppable) + 1)
-                if sum(droppable[:n]) >= share * sum(droppable)
+                n for n in range(len(droppable) + 1) if sum(droppable[:n]) >= share * sum(droppable)
             )
             want = tokens if share == 1.0 else int(always.sum()) + next(reaching)
             assert counts[head, level] == want
