@@ -108,6 +108,14 @@ def test_what_is_dropped_is_counted(world: RankWorld, case: CsaCase) -> None:
             torch.testing.assert_close(got.dropped[prompt], share_g, atol=1e-6, rtol=1e-5)
 
 
+def test_the_last_part_drops_nothing_that_its_own_queries_see(world: RankWorld) -> None:
+    case = two_servers(tail=0)
+    for got, want in zip(layers_on_ranks(world, case), layers_by_brute_force(case), strict=True):
+        assert got.dropped.keys() == want.dropped.keys()
+        for prompt, share_g in want.dropped.items():
+            torch.testing.assert_close(got.dropped[prompt], share_g, atol=1e-6, rtol=1e-5)
+
+
 @several
 @given(case=cases())
 def test_a_coverage_of_one_is_exact(world: RankWorld, case: CsaCase) -> None:
