@@ -95,7 +95,7 @@ async def test_several_answers_share_one_prefill(model: Path) -> None:
 
 @pytest.mark.parametrize("elastic", [False, True])
 async def test_every_turn_with_tools_finds_its_whole_history(model: Path, elastic: bool) -> None:
-    """Every answer of 20 turns calls tools; the first call ends each second one.
+    """Every answer of 20 turns calls tools; a stop string ends each third one.
 
     The gang that decodes has the whole history. A prefill gang has the prompts alone.
     """
@@ -115,6 +115,7 @@ async def test_every_turn_with_tools_finds_its_whole_history(model: Path, elasti
                 parallel_tool_calls=bool(turn % 2),
                 seed=turn,
                 max_tokens=700,
+                stop=["</tool_call>"] if turn % 3 == 1 else [],
                 csps={"explain": True},
             )
             (choice,) = answer["choices"]
