@@ -8,7 +8,6 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import numpy as np
