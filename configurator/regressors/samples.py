@@ -195,18 +195,25 @@ def features(setting: Setting) -> tuple[float, ...]:
     )
 
 
+GRADED = "log2 anchor"
+"""Feature of models whose layers or heads differ: the largest ratio if all relate as measured and
+drop as much."""
 OF_GROUP = ("dropped pairs", "largest ratio")
-"""Features of each layer group, where layers form several; all of them are monotone."""
+"""Features of each layer group, where layers form several. All further features are monotone."""
+LARGEST_ANCHOR = 128.0
 
 
 def feature_names(groups: LayerGroups | None) -> tuple[str, ...]:
     """Return the names of the features, for layer groups or for layers of which nothing is
     known."""
+    if groups is None or groups.all_alike:
+        return FEATURES
     return (
         *FEATURES,
+        GRADED,
         *(
             f"{name} of layer group {index}"
-            for index in range(_extra_groups(groups))
+            for index in range(len(groups.members) if len(groups.members) > 1 else 0)
             for name in OF_GROUP
         ),
     )
@@ -214,31 +221,37 @@ def feature_names(groups: LayerGroups | None) -> tuple[str, ...]:
 
 def feature_matrix(settings: Sequence[Setting], groups: LayerGroups | None = None) -> Amounts:
     """Return the features of all settings, (n, features), in the order of `feature_names`."""
-    extra = _extra_groups(groups)
+    further = groups if groups is not None and not groups.all_alike else None
     rows = [
-        (*features(setting), *(_of_groups(setting, groups) if extra and groups else ()))
+        (*features(setting), *(_of_layers(setting, further) if further else ()))
         for setting in settings
     ]
-    return np.array(rows, float).reshape(-1, len(FEATURES) + extra * len(OF_GROUP))
+    return np.array(rows, float).reshape(-1, len(feature_names(groups)))
 
 
-def _extra_groups(groups: LayerGroups | None) -> int:
-    """Return the number of layer groups with features of their own: none if there is only one."""
-    return 0 if groups is None or len(groups.members) == 1 else len(groups.members)
-
-
-def _of_groups(setting: Setting, groups: LayerGroups) -> Iterator[float]:
-    cells = setting.cells
-    for members in groups.members:
+def _of_layers(setting: Setting, groups: LayerGroups) -> Iterator[float]:
+    """Yield the features of models whose layers or heads differ."""
+    same_model = setting.layers == groups.layers
+    yield log2(1 + min(_anchor(setting, groups if same_model else None), LARGEST_ANCHOR))
+    for members in groups.members if len(groups.members) > 1 else ():
         # A model with other layers than those measured has the same features for all groups.
         own = [
             cell
-            for layer, of_layer in enumerate(cells, start=1)
-            if setting.layers != groups.layers or layer in members
+            for layer, of_layer in enumerate(setting.cells, start=1)
+            if not same_model or layer in members
             for cell in of_layer
         ]
         yield fmean(cell.dropped for cell in own) if own else 0.0
         yield max((cell.ratio for cell in own), default=0.0)
+
+
+def _anchor(setting: Setting, groups: LayerGroups | None) -> float:
+    of_layers = [[cell.ratio for cell in of_layer] for of_layer in setting.cells]
+    if groups is None:
+        return max(map(max, of_layers))
+    return max(
+        groups.smallest_anchor(layer, ratios) for layer, ratios in enumerate(of_layers, start=1)
+    )
 
 
 def _all_kept(setting: Setting) -> float:
@@ -336,41 +349,31 @@ def measured_groups(
 
     The trend of a layer is the largest ratio that it tolerates if it alone drops, or, if that was
     not measured, the standard deviation of its attention scores (CSPS App. B). KV heads share the
-    ratio of their layer as their standard deviations relate.
+    ratio of their layer as their standard deviations relate. The shortest prompts with spreads
+    count, so longer ones that are measured later change nothing.
 
     Args:
         samples: samples, of which those that drop in one layer count.
         layers: number of layers of the model.
     """
-    dropping = range(1, layers - 1)
-    by_layer = _spreads(spreads)
-    tolerated = tolerated_ratios(samples)
-    if all(layer in tolerated for layer in dropping):
-        trends = {layer: tolerated[layer] for layer in dropping}
-    elif all(layer in by_layer for layer in dropping):
-        trends = {layer: max(by_layer[layer]) for layer in dropping}
-    else:
-        return LayerGroups.alike(layers)
-    if not dropping or min(trends.values()) <= 0:
-        return LayerGroups.alike(layers)
-    # The first and the last layer drop nothing, and go with their neighbors.
-    sources = [min(max(layer, dropping.start), dropping.stop - 1) for layer in range(layers)]
-    shares = []
-    if all(layer in by_layer for layer in dropping):
-        shares = [[each / max(by_layer[layer]) for each in by_layer[layer]] for layer in sources]
-    return LayerGroups.similar([trends[layer] for layer in sources], shares)
-
-
-def _spreads(rows: Iterable[SpreadRow]) -> dict[int, list[float]]:
-    """Return the spread of each KV head by layer: the mean over lengths, which count alike."""
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for row in rows:
-        # Scores of a longer prompt are smaller in proportion.
-        found[row.layer, row.kv_head].append(row.spread * row.tokens)
+    rows = list(spreads)
+    shortest = min((row.tokens for row in rows), default=0)
     by_layer: dict[int, list[float]] = defaultdict(list)
-    for (layer, _), spreads in sorted(found.items()):
-        by_layer[layer].append(fmean(spreads))
-    return {layer: spreads for layer, spreads in by_layer.items() if max(spreads) > 0}
+    for row in sorted(rows, key=lambda row: (row.layer, row.kv_head)):
+        if row.tokens == shortest:
+            by_layer[row.layer].append(row.spread)
+    # The first and the last layer drop nothing, and go with their neighbors.
+    dropping = range(1, layers - 1)
+    if not dropping or not all(max(by_layer[layer], default=0) > 0 for layer in dropping):
+        return LayerGroups.alike(layers)
+    sources = [min(max(layer, dropping.start), dropping.stop - 1) for layer in range(layers)]
+    tolerated = tolerated_ratios(sample for sample in samples if sample.setting.tokens == shortest)
+    if all(layer in tolerated for layer in dropping):
+        trends = [tolerated[layer] for layer in sources]
+    else:
+        trends = [max(by_layer[layer]) for layer in sources]
+    shares = [[each / max(by_layer[layer]) for each in by_layer[layer]] for layer in sources]
+    return LayerGroups.similar(trends, shares)
 
 
 def tolerated_ratios(samples: Iterable[AccuracySample]) -> dict[int, float]:

@@ -8,9 +8,9 @@ At least as hard means: prompts as long, as many eligible pairs, and in every la
 ratio as large, as many dropped pairs and as few tokens kept, with the same scoring and dropping of
 queries. So measurements that drop in one layer count for that layer. (With equal ratios longer
 prompts keep more tokens, so neither length alone supports the other.) Only the nearest such points
-count, since harder ones may have lost less by chance. What was lost with a smaller ratio, all else equal,
-is lost with a larger one, whatever that measured. Prompts beyond the longest measured ones count as
-those.
+count, since harder ones may have lost less by chance. What was lost with smaller ratios, all else
+equal, is lost with larger ones, whatever those measured. Prompts beyond the longest measured ones
+count as those.
 
 Shape suffixes: n configurations, m measured ones, f features, l layers that may drop, h KV heads, c
 cells (layers and heads), q the quantities of a cell.

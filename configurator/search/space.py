@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, product
+from math import inf
 from statistics import fmean
 from typing import TypeVar
 
@@ -120,7 +121,9 @@ class LayerGroups:
         return cls(
             members=tuple(members),
             trends=tuple(map(trend, members)),
-            head_shares=tuple(tuple(map(_rounded, of_layer)) for of_layer in head_shares),
+            head_shares=tuple(
+                tuple(round(share, 2) for share in of_layer) for of_layer in head_shares
+            ),
         )
 
     @property
@@ -154,6 +157,33 @@ class LayerGroups:
             expanded.append(tuple(_rounded(ratios[group] * share) for share in shares))
         return shortened(tuple(expanded))
 
+    def one_layer(self, layer: int, ratio: float) -> Ratios:
+        """Return ratios with which one layer alone drops; its KV heads have their shares."""
+        shares = self.head_shares[layer] if self.head_shares else (1.0,)
+        alone = tuple(_rounded(ratio * share) for share in shares)
+        return shortened(tuple(alone if other == layer else (0.0,) for other in range(self.layers)))
+
+    def smallest_anchor(self, layer: int, ratios: Sequence[float]) -> float:
+        """Return the anchor from which on `graded` drops as much in each KV head of a layer.
+
+        Args:
+            ratios: a ratio for each KV head, or one for all.
+        """
+        part = self.trends[self.group_of[layer]] / max(self.trends)
+        shares = self.head_shares[layer] if self.head_shares else (1.0,)
+        heads = range(max(len(ratios), len(shares)))
+        parts = [part * shares[min(head, len(shares) - 1)] for head in heads]
+        asked = [ratios[min(head, len(ratios) - 1)] for head in heads]
+        return (
+            max(
+                (ratio / own if own else inf)
+                for ratio, own in zip(asked, parts, strict=True)
+                if ratio
+            )
+            if any(asked)
+            else 0.0
+        )
+
     def graded(self, anchor: float) -> Ratios:
         """Return the ratios of all layers and heads that relate as measured; the largest is
         `anchor`."""
@@ -162,7 +192,7 @@ class LayerGroups:
 
 def _rounded(number: float) -> float:
     """Round as rows of measurements are, so that a measured configuration is found again."""
-    return round(number, 6)
+    return round(number, 4)
 
 
 STEP = 0.02

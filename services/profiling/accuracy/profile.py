@@ -157,23 +157,25 @@ class Enumeration:
     layer_ratios: tuple[float, ...] = (0.3, 0.7, 0.9, 0.98)
     """Ratios of a layer that alone drops, ascending."""
 
-    def points(self, tokens: int, layers: int) -> Iterator[Point]:
-        """Yield the points of one length whose layers drop alike, those that drop least first, and
-        then those of one layer.
-
-        Args:
-            layers: number of layers of the model.
-        """
+    def points(self, tokens: int) -> Iterator[Point]:
+        """Yield the points of one length whose layers drop alike, those that drop least first."""
         for ratio, branch in product(self.drop_ratios, self._branches(tokens)):
             yield Point(branch=branch, drop_ratios=((ratio,),))
-        dropping = range(1, layers - 1)
+
+    def layer_points(self, tokens: int, spreads: LayerGroups) -> Iterator[Point]:
+        """Yield the points of one length at which one layer alone drops, those that drop least
+        first.
+
+        Args:
+            spreads: groups that follow from spreads alone, by which KV heads share a ratio.
+        """
+        dropping = range(1, spreads.layers - 1)
         if len(dropping) < 2:
             return
         for ratio, layer, branch in product(
             self.layer_ratios, dropping, self._layered_branches(tokens)
         ):
-            by_layer = tuple((ratio if other == layer else 0.0,) for other in range(layers))
-            yield Point(branch=branch, drop_ratios=shortened(by_layer))
+            yield Point(branch=branch, drop_ratios=spreads.one_layer(layer, ratio))
 
     def graded_points(self, tokens: int, groups: LayerGroups) -> Iterator[Point]:
         """Yield the points of one length whose ratios relate as layers and heads do, those that
@@ -287,12 +289,14 @@ class AccuracyProfile:
             if time.monotonic() > end:
                 return
             self._measure_spreads(tokens)
-            self._ask(tokens, list(self.enumeration.points(tokens, spec.layers)), end)
-            groups = measured_groups(
-                self.base.rows(SpreadRow),
-                accuracy_samples(self.base.rows(AccuracyRow), layers=spec.layers),
-                layers=spec.layers,
-            )
+            spreads = self.base.rows(SpreadRow)
+            points = list(self.enumeration.points(tokens))
+            if tokens == min(row.tokens for row in spreads):
+                by_spread = measured_groups(spreads, (), layers=spec.layers)
+                points += self.enumeration.layer_points(tokens, by_spread)
+            self._ask(tokens, points, end)
+            samples = accuracy_samples(self.base.rows(AccuracyRow), layers=spec.layers)
+            groups = measured_groups(spreads, samples, layers=spec.layers)
             self._ask(tokens, list(self.enumeration.graded_points(tokens, groups)), end)
 
     def _ask(self, tokens: int, points: Sequence[Point], end: float) -> None:
