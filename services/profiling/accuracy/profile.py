@@ -38,7 +38,7 @@ from csps.configurator.regressors.samples import (
 )
 from csps.configurator.search.space import ImportanceScoring, LayerGroups, Space
 from csps.models.network.spec import ModelSpec
-from csps.protocols.attention.csa import CsaPlan, CsaSettings, Ratios, ratios_text, shortened
+from csps.protocols.attention.csa import CsaPlan, CsaSettings, Ratios, ratios_text
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.emulated_attention import EmulatedGroup
 from csps.services.profiling.accuracy.questions import (
