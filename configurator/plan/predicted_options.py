@@ -23,18 +23,24 @@ from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seco
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import DirectModel, Predicted
 from csps.configurator.regressors.samples import Setting
-from csps.configurator.search.search import Found, SearchProblem, SearchResult, chosen, compared
+from csps.configurator.search.search import (
+    Found,
+    SearchProblem,
+    SearchResult,
+    chosen,
+    compared,
+    tuned,
+)
 from csps.configurator.search.space import (
     LARGEST_RATIO,
     LOSSES,
     ImportanceScoring,
     LayerGroups,
     Loss,
-    Ratios,
     Space,
     objectives,
 )
-from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.csa import CsaSettings, Ratios
 from csps.protocols.attention.plan import (
     ENGINE_NAMES,
     EXACT,
@@ -52,16 +58,17 @@ STEPS = 16
 """Steps of ratios from nothing to the prediction, and from there to the largest allowed."""
 
 
-def answered_space(layers: int) -> Space:
+def answered_space(groups: LayerGroups) -> Space:
     """Return the space in which answers are searched, and from which regressors learn.
 
     Args:
-        layers: number of layers of the model.
+        groups: layer groups of the model.
     """
     # Coarser than what `csps plan` compares, because neighbors of predictions are tried.
     return Space(
-        groups=LayerGroups.alike(layers),
+        groups=groups,
         step=0.1,
+        rungs=(0.02, *(number / 10 for number in range(1, 10)), LARGEST_RATIO),
         micro_partitions=((4, 8, 16), (1, 4), (1, 2)),
         scoring=(ImportanceScoring("same", 64), ImportanceScoring("previous", 64)),
     )
@@ -78,7 +85,8 @@ class DirectAnswerer:
         """Return the best configuration near the regressors' prediction."""
         exact_s = exact_seconds(problem.group, problem.tokens)
         candidates = dict.fromkeys(self._near_prediction(problem, exact_s, loss))
-        return chosen(problem, compared(problem, list(candidates), loss))
+        result = chosen(problem, compared(problem, list(candidates), loss))
+        return replace(result, best=self._tuned(problem, [result.best], loss)[0])
 
     def answers(
         self, group: SimulatedGroup, tokens: int, loss: Loss, given: Mapping[str, Any] | None = None
@@ -111,7 +119,18 @@ class DirectAnswerer:
             (option for option in found if option.settings.lossless),
             key=lambda option: option.seconds,
         )
-        return list(dict.fromkeys([*exact[:1], *(answer.best for answer in answers if answer.met)]))
+        best = list(dict.fromkeys(answer.best for answer in answers if answer.met))
+        if not given:
+            best = self._tuned(asked[0], best, loss)
+        return list(dict.fromkeys([*exact[:1], *best]))
+
+    def _tuned(self, problem: SearchProblem, found: Sequence[Found], loss: Loss) -> list[Found]:
+        """Return answers with M of their own for each layer group; nothing else of them changes."""
+        settings = [option.settings for option in found]
+        by_group = list(tuned(problem, self.space, settings))
+        changed = [each for each, before in zip(by_group, settings, strict=True) if each != before]
+        better = dict(zip(changed, compared(problem, changed, loss), strict=True))
+        return [better.get(each, option) for each, option in zip(by_group, found, strict=True)]
 
     def _near_prediction(
         self, problem: SearchProblem, exact_s: float, loss: Loss
@@ -136,39 +155,34 @@ class DirectAnswerer:
         for strategy, levels, scoring in self.space.variants(problem.group.locations):
             if (strategy == "tp") != (prediction.tensor_parallel > 0.5):
                 continue
-            tried = [  # in descending order of what they drop
-                self.space.settings(strategy, levels, scoring, ratios)
-                for ratios in self._ray(prediction)
-            ]
-            within = [
-                settings
-                for settings, lost in zip(tried, loss(tried), strict=True)
-                if lost <= problem.most_loss and not settings.lossless
-            ]
-            if problem.objective.kind == "ttft":
-                within = within[:1]
-            for settings in within:
-                yield from self._cut(settings, prediction, levels, scoring)
+            # Each in descending order of what it drops.
+            rays = [list(self._ray(prediction)), *(each[::-1] for each in self.space.ladders())]
+            for ray in rays:
+                tried = [self.space.settings(strategy, levels, scoring, ratios) for ratios in ray]
+                within = [
+                    settings
+                    for settings, lost in zip(tried, loss(tried), strict=True)
+                    if lost <= problem.most_loss and not settings.lossless
+                ]
+                if problem.objective.kind == "ttft":
+                    within = within[:1]
+                for settings in within:
+                    yield from self._cut(settings, prediction, levels, scoring)
 
     def _ray(self, prediction: Predicted) -> Iterator[Ratios]:
-        """Yield ratios from most to least, each head in proportion to its run's widest.
-
-        They descend from the largest ratios over the predicted ones to nothing.
-        """
-        centers = self.space.groups.centers(LARGEST_RATIO)
-        most = [max(of_heads) for of_heads in centers]
+        """Yield ratios from most to least: from the largest over the predicted ones to nothing."""
+        groups = self.space.groups
+        most = groups.centers(LARGEST_RATIO)
         predicted = [
             min(max(ratio, 0.0), top) for ratio, top in zip(prediction.ratios, most, strict=True)
         ]
         for step in range(2 * STEPS, 0, -1):
             beyond = max(0, step - STEPS) / STEPS
-            ratios = [
-                ratio * min(1.0, step / STEPS) + (top - ratio) * beyond
-                for ratio, top in zip(predicted, most, strict=True)
-            ]
-            yield tuple(
-                tuple(round(ratio * head / max(of_heads), 4) for head in of_heads)
-                for ratio, of_heads in zip(ratios, centers, strict=True)
+            yield groups.by_layer(
+                [
+                    round(ratio * min(1.0, step / STEPS) + (top - ratio) * beyond, 4)
+                    for ratio, top in zip(predicted, most, strict=True)
+                ]
             )
 
     def _cut(

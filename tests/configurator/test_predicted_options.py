@@ -29,7 +29,7 @@ from csps.configurator.plan.strategy_rules import StrategyRules
 from csps.configurator.regressors.direct import Predicted
 from csps.configurator.regressors.samples import Setting
 from csps.configurator.search.search import SearchProblem
-from csps.configurator.search.space import LOSSES
+from csps.configurator.search.space import LOSSES, LayerGroups
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import (
     RINGS,
@@ -83,7 +83,7 @@ def group_of(servers: Sequence[int], tp: int) -> SimulatedGroup:
 
 PREDICTED = PredictedOptions(
     answerer=DirectAnswerer(
-        space=answered_space(LAYERS),
+        space=answered_space(LayerGroups.alike(LAYERS)),
         models={"ttft": Says(), "accuracy": Says()},  # type: ignore[dict-item]
     ),
     accuracy=Loses(),  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import yaml
 
 from csps.configurator.costs.cost_table import Allowed, Bucket
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds
+from csps.configurator.search.space import LayerGroups
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import parse_cluster
 from csps.loadgen.simulator.kernel import Simulator
@@ -66,6 +67,9 @@ def planned(gbps: float = 25) -> PlannedOptions:
 
 class PlantedLosses:
     """Losses that grow with the ratio; without sparse levels there is none."""
+
+    def groups_of(self, layers: int) -> LayerGroups:
+        return LayerGroups.alike(layers)
 
     def of_group(self, *_: Any, **__: Any) -> Callable[[Sequence[CsaSettings]], list[float]]:
         return lambda settings: [0.05 * max(map(max, each.drop_ratios)) for each in settings]
