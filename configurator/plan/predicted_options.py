@@ -7,9 +7,9 @@ bound is on TTFT. The simulator compares these with their neighbors and exact at
 prediction costs quality, never validity: an answer meets the bound as far as F_Ad and the simulator
 know, or is the closest and says so.
 
-For a bucket of the cost table, `PredictedOptions` has the best configurations for each bucket of
-bounds, with their relative times and losses. A request's own bounds select among them when the
-request is placed.
+For a bucket of the cost table, `PredictedOptions` has the fastest configuration within each bound
+on the loss, and steps in time between exact attention and the fastest of these, with their relative
+times and losses. A request's own bounds select among them when the request is placed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from csps.configurator.costs.cost_table import dropped_share
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.configurator.regressors.accuracy import AccuracyModel
@@ -50,6 +51,10 @@ from csps.protocols.core.errors import ConfigError
 
 STEPS = 16
 """Steps of ratios from nothing to the prediction, and from there to the largest allowed."""
+TIME_STEPS = 8
+"""Steps in time from exact attention to the fastest option of a bucket."""
+ROUNDING = 1e-9
+"""Relative difference below which times are equal."""
 
 
 def answered_space(layers: int) -> Space:
@@ -83,8 +88,8 @@ class DirectAnswerer:
     def answers(
         self, group: SimulatedGroup, tokens: int, loss: Loss, given: Mapping[str, Any] | None = None
     ) -> list[Found]:
-        """Return the best configuration for each bucket of bounds of both objectives that can be
-        met.
+        """Return the fastest configuration within each bound on the loss, and steps in time from
+        exact attention to the fastest one that loses no more than the widest bound.
 
         Each appears once. The fastest one that is exact for certain comes first.
 
@@ -106,12 +111,17 @@ class DirectAnswerer:
         found = compared(asked[0], allowed, loss) if allowed else []
         # All candidates are compared for each bound. Otherwise a wider bound might be answered by a
         # slower configuration.
-        answers = [chosen(problem, found) for problem in asked] if found else []
+        answers = [
+            chosen(problem, found)
+            for problem in (asked if found else ())
+            if problem.objective.kind == "ttft"
+        ]
         exact = sorted(
             (option for option in found if option.settings.lossless),
             key=lambda option: option.seconds,
         )
-        return list(dict.fromkeys([*exact[:1], *(answer.best for answer in answers if answer.met)]))
+        within = [answer.best for answer in answers if answer.met]
+        return list(dict.fromkeys([*exact[:1], *within, *time_steps(found)]))
 
     def _near_prediction(
         self, problem: SearchProblem, exact_s: float, loss: Loss
@@ -197,6 +207,32 @@ class DirectAnswerer:
                 if 0 <= place < len(of_level):
                     moved = [*places[:level], place, *places[level + 1 :]]
                     yield tuple(a[n] for n, a in zip(moved, allowed, strict=True))
+
+
+def time_steps(found: Sequence[Found]) -> list[Found]:
+    """Return the configurations that lose least within evenly spaced times.
+
+    The times lie between the fastest exact configuration and the fastest one of all that loses no
+    more than the widest bound. Among equal losses the one that drops least wins, since dropping
+    less loses no more. So a bound on TTFT buys as little dropping as it needs.
+    """
+    offered = [option for option in found if option.loss <= LOSSES[-1]]
+    exact = [option.seconds for option in offered if option.settings.lossless]
+    if not offered:
+        return []
+    slowest_s = min(exact) if exact else max(option.seconds for option in offered)
+    fastest_s = min(option.seconds for option in offered)
+    steps = []
+    for step in range(TIME_STEPS + 1):
+        most_s = slowest_s + (fastest_s - slowest_s) * step / TIME_STEPS
+        in_time = [option for option in offered if option.seconds <= most_s * (1 + ROUNDING)]
+        if in_time:
+            steps.append(min(in_time, key=_by_loss))
+    return steps
+
+
+def _by_loss(option: Found) -> tuple[float, float, float]:
+    return option.loss, dropped_share(option.settings), option.seconds
 
 
 def exact_seconds(group: SimulatedGroup, tokens: int) -> float:

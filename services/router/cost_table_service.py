@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from csps.configurator.costs.cost_table import (
     MILLION,
@@ -42,6 +42,7 @@ from csps.protocols.attention.plan import (
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
+from csps.protocols.gang.step_messages import PrefillChunk
 from csps.protocols.rpc import trace_context
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.scheduling.events.commands import RunStep
@@ -91,6 +92,7 @@ class CostTableService:
         self._configure, self._store_table = configure, store_table
         self._post_event: Callable[[AnyEvent], None] | None = None
         self._drift, self._overhead = OptionDrift(), Overhead()
+        self._errors = PredictionErrors()
         self._classes: OrderedDict[str, RequestClass] = OrderedDict(_ALWAYS)
         self._traces: dict[str, dict[str, str]] = {}
         """Trace headers of each class's latest request."""
@@ -169,6 +171,11 @@ class CostTableService:
     def overhead_ns(self) -> int:
         """Return the overhead of the table in force (`CostTable.overhead_ns`)."""
         return self.costs.table.overhead_ns
+
+    @property
+    def error(self) -> float:
+        """Return the relative error of the steps that the table in force predicts."""
+        return self.costs.table.error_permille / 1000
 
     def _choice(self, bucket: Bucket, strategy: str) -> StrategyChoice | None:
         for found in (bucket, bucket._replace(history_bits=0)):  # as the table looks it up
@@ -252,7 +259,10 @@ class CostTableService:
             self._choices.pop(bucket, None)
         for bucket, choices in chosen.items():
             self._choices[bucket] = {choice.strategy: choice for choice in choices}
-        buckets = {bucket: tuple(map(_allowed, choices)) for bucket, choices in chosen.items()}
+        buckets = {
+            bucket: self._drift.corrected(bucket, map(_allowed, choices))
+            for bucket, choices in chosen.items()
+        }
         self._put_in_force(self._newest.updated(buckets, without=without))
 
     # --- learning from served requests ---------------------------------------------------------
@@ -268,16 +278,18 @@ class CostTableService:
                 self._refit.observe(key, rows, int(took_s * 1e9))
             except ConfigError:
                 return  # this kind of step was never profiled: nothing to correct
+        self._errors.observe(command, shape, took_s)
         self._steps += 1
         now = time.monotonic()
         if self._steps >= REFIT_STEPS and now - self._refitted_at >= REFIT_S:
             self._refitted_at, self._steps = now, 0
+            corrected = self._newest.updated(
+                self._drift.corrections(self._newest.buckets),
+                latencies=self._refit.table(),
+                overhead_ns=self._overhead.in_ns,
+            )
             self._put_in_force(
-                self._newest.updated(
-                    self._drift.corrections(self._newest.buckets),
-                    latencies=self._refit.table(),
-                    overhead_ns=self._overhead.in_ns,
-                )
+                corrected.updated({}, error_permille=self._errors.permille(corrected))
             )
 
     def _note_option(self, command: RunStep, shape: GroupShape, took_s: float) -> bool:
@@ -298,12 +310,10 @@ class CostTableService:
             self._drift.observe(bucket, allowed.strategy, took_s * 1e9 / predicted_ns)
         return True
 
-    def record_first_token(self, handle: RequestHandle) -> None:
-        """Learn how late an answer's first token was."""
-        plan, ttft_s = handle.plan, handle.timings.ttft_s
-        if plan is None or plan.predicted_ttft_ms is None or ttft_s is None:
-            return
-        self._overhead.observe(round(ttft_s * 1e9 - plan.predicted_ttft_ms * MILLION))
+    def record_overhead(self, handle: RequestHandle) -> None:
+        """Learn what an answer's first token took beside waiting and the step, if that is known."""
+        if (overhead_s := handle.overhead_s) is not None:
+            self._overhead.observe(round(overhead_s * 1e9))
 
     # --- tables --------------------------------------------------------------------------------
 
@@ -343,17 +353,29 @@ WINDOW = 128
 """First tokens from which the overhead is estimated."""
 FEWEST = 8
 QUANTILE = 0.95
+LEAST_ERROR_PERMILLE, MOST_ERROR_PERMILLE = 30, 900
+"""Limits of the estimated error: what is corrected lies within `WITHIN` anyway."""
+RECENT_STEPS = 64
+"""Steps from which the error is estimated."""
+MOST_CORRECTED = 4_096
+"""Limit on corrected options; those of invented classes are forgotten first."""
 
 
 class OptionDrift:
-    """Measured over predicted times of options, until the predictions are corrected."""
+    """Measured over predicted times of options, until the predictions are corrected.
+
+    A correction holds for an option wherever it is offered: exact attention takes as long for a
+    request with bounds as for one without.
+    """
 
     def __init__(self) -> None:
         self._log_ratios: dict[tuple[Bucket, str], float] = {}
+        self._corrections: OrderedDict[tuple[Bucket, str], float] = OrderedDict()
+        """Logarithms of the factors by which the configurator's predictions were corrected."""
 
     def observe(self, bucket: Bucket, strategy: str, ratio: float) -> None:
         """Record that a step took `ratio` times as long as predicted."""
-        key, new = (bucket, strategy), math.log(max(ratio, 1e-3))
+        key, new = (_of_all_rows(bucket), strategy), math.log(max(ratio, 1e-3))
         weight = 1 - 0.5 ** (1 / HALF_LIFE)
         known = self._log_ratios.get(key)
         self._log_ratios[key] = new if known is None else known + weight * (new - known)
@@ -363,27 +385,88 @@ class OptionDrift:
     ) -> Mapping[Bucket, tuple[Allowed, ...]]:
         """Return the buckets whose predictions change, as they match the measurements, and start
         over."""
-        found: dict[Bucket, tuple[Allowed, ...]] = {}
-        for (bucket, strategy), log_ratio in self._log_ratios.items():
-            if bucket in buckets and abs(log_ratio) > WITHIN:
-                found[bucket] = tuple(
-                    allowed._replace(permille=max(1, round(allowed.permille * math.exp(log_ratio))))
-                    if allowed.strategy == strategy
-                    else allowed
-                    for allowed in found.get(bucket, buckets[bucket])
-                )
+        new = {key: ratio for key, ratio in self._log_ratios.items() if abs(ratio) > WITHIN}
         self._log_ratios.clear()
-        return found
+        for key, log_ratio in new.items():
+            self._corrections[key] = self._corrections.pop(key, 0.0) + log_ratio
+        while len(self._corrections) > MOST_CORRECTED:
+            self._corrections.popitem(last=False)
+        changed = {key[0] for key in new}
+        return {
+            bucket: _scaled(bucket, options, new)
+            for bucket, options in buckets.items()
+            if _of_all_rows(bucket) in changed
+        }
+
+    def corrected(self, bucket: Bucket, options: Iterable[Allowed]) -> tuple[Allowed, ...]:
+        """Return new options of a bucket with the corrections made so far."""
+        return _scaled(bucket, options, self._corrections)
+
+
+def _of_all_rows(bucket: Bucket) -> Bucket:
+    return bucket._replace(row="")
+
+
+def _scaled(
+    bucket: Bucket, options: Iterable[Allowed], by: Mapping[tuple[Bucket, str], float]
+) -> tuple[Allowed, ...]:
+    """Return options with their times multiplied by the exponentials of `by`."""
+    where, scaled = _of_all_rows(bucket), []
+    for option in options:
+        log_ratio = by.get((where, option.strategy))
+        if log_ratio is not None:
+            permille = max(1, round(option.permille * math.exp(log_ratio)))
+            # `WHOLE_PERMILLE` would mean that a latency model has the time.
+            permille += permille == WHOLE_PERMILLE
+            option = option._replace(permille=permille)
+        scaled.append(option)
+    return tuple(scaled)
+
+
+class PredictionErrors:
+    """Relative error that a table makes when it predicts the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Bucket, str, PrefillChunk, float]] = deque(maxlen=RECENT_STEPS)
+
+    def observe(self, command: RunStep, shape: GroupShape, took_s: float) -> None:
+        """Record how long a step took, if it computed one prompt on a group with a choice."""
+        step = command.step
+        (chunk, *others) = step.chunks
+        if not others and shape.sp > 1:
+            bucket = bucket_of(command.cls, shape, chunk.start, step.bounds[-1])
+            self._steps.append((bucket, step.strategy, chunk, took_s))
+
+    def permille(self, table: CostTable) -> int:
+        """Return the error, in thousandths, that 95 % of the predictions do not exceed."""
+        errors = sorted(
+            abs(1e9 * took_s / table.time_ns(option, bucket.shape, chunk.start, chunk.length) - 1)
+            for bucket, strategy, chunk, took_s in self._steps
+            if (option := _option_of(table, bucket, strategy)) is not None
+        )
+        if len(errors) < FEWEST:
+            return table.error_permille
+        error = 1000 * errors[math.ceil(QUANTILE * len(errors)) - 1]
+        return round(min(max(error, LEAST_ERROR_PERMILLE), MOST_ERROR_PERMILLE))
+
+
+def _option_of(table: CostTable, bucket: Bucket, strategy: str) -> Allowed | None:
+    """Return an option with its predicted time, if the table has one."""
+    for option in table.buckets.get(bucket, ()):
+        if option.strategy == strategy:
+            return option
+    return Allowed(strategy) if parse_option(strategy).csa is None else None
 
 
 class Overhead:
-    """Delay of first tokens behind their predictions, for all but the slowest."""
+    """Part of the time to first token that is neither waiting nor a step, for all but the slowest
+    first tokens."""
 
     def __init__(self) -> None:
         self._late_ns: deque[int] = deque(maxlen=WINDOW)
 
     def observe(self, late_ns: int) -> None:
-        """Record how long after its step's predicted end a first token came."""
+        """Record this part of one first token's time."""
         self._late_ns.append(late_ns)
 
     @property

@@ -129,6 +129,41 @@ def test_wider_bounds_take_less_time_and_times_are_the_simulators(
     assert least[-1] < least[0] < 1000
 
 
+@pytest.mark.parametrize(
+    ("servers", "tokens"), [((1, 1), 3 << 9), ((2, 2), 3 << 12), ((1, 1), 3 << 16)]
+)
+def test_steps_in_time_lie_between_exact_attention_and_the_fastest_option(
+    servers: tuple[int, ...], tokens: int
+) -> None:
+    """At every length, also where nothing is lost, a tighter bound on TTFT drops a little more."""
+
+    class Nothing(Loses):
+        def _lost(self, configuration: CsaSettings) -> float:
+            return 0.0
+
+    nothing: Any = Nothing()
+    for accuracy in (PREDICTED.accuracy, nothing):
+        rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, accuracy=accuracy))
+        offered = answer(rules, servers=servers, tokens=tokens)
+        exact = min(
+            option.permille
+            for option in offered
+            if (csa := parse_option(option.strategy).csa) is None or csa.lossless
+        )
+        fastest = min(option.permille for option in offered)
+        assert fastest < 0.95 * exact
+        dropping = {
+            option.permille: max(map(max, csa.drop_ratios))
+            for option in offered
+            if (csa := parse_option(option.strategy).csa) is not None and not csa.lossless
+        }
+        by_time = [dropping[taken] for taken in sorted(dropping, reverse=True)]
+        assert len(by_time) >= 4
+        if accuracy is nothing:
+            assert max(by_time) == 0.98
+            assert by_time == sorted(by_time)
+
+
 def test_a_loss_below_the_resolution_is_none(
     offered: tuple[StrategyChoice, ...],
 ) -> None:
