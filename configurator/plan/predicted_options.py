@@ -20,7 +20,12 @@ from typing import Any
 
 from csps.configurator.costs.cost_table import dropped_share
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
+from csps.configurator.pipeline.prefill import (
+    WHOLE,
+    can_simulate,
+    prefill_seconds,
+    ring_seconds,
+)
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import DirectModel, Predicted
 from csps.configurator.regressors.samples import Setting
@@ -243,12 +248,14 @@ def exact_seconds(group: SimulatedGroup, tokens: int) -> float:
 def _with_given(
     candidates: Iterable[CsaSettings], given: Mapping[str, Any]
 ) -> Iterator[CsaSettings]:
-    """Yield candidates with the given fields replaced, where the result is valid."""
+    """Yield candidates with the given fields replaced, where the result can be simulated."""
     for candidate in candidates:
         try:
-            yield replace(candidate, **given)
+            changed = replace(candidate, **given)
         except ConfigError:
             continue
+        if can_simulate(changed):
+            yield changed
 
 
 def _nearest(numbers: Sequence[int], wish: float) -> int:

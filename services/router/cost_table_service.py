@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from csps.configurator.costs.cost_table import (
+    EXACT_STRATEGY,
     MILLION,
     WHOLE_PERMILLE,
     Allowed,
@@ -23,6 +24,7 @@ from csps.configurator.costs.cost_table import (
     Costs,
     CostTable,
     bucket_of,
+    default_strategy,
 )
 from csps.configurator.costs.fitting import Refit
 from csps.configurator.costs.latency import LatencyKey, LatencyTable
@@ -55,8 +57,11 @@ ANSWER_S = 60.0
 """Deadline of the configurator's answer; it may simulate hundreds of configurations."""
 AT_ONCE = 16
 """Buckets without bounds asked for together; each takes some tenths of a second."""
-PAUSE_S = 1.0
-"""Pause before a question without an answer is repeated."""
+PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
+"""Pause before a question without an answer is repeated; it doubles with every failure of the
+question, up to the second number."""
+ATTEMPTS = 6
+"""Failures of a question after which its bucket is exact, and not asked for again."""
 MAX_CLASSES = 64
 """Limit on request classes; clients may invent any number of them."""
 REFIT_STEPS, REFIT_S = 16, 10.0
@@ -100,6 +105,8 @@ class CostTableService:
         self._wanted: dict[Bucket, None] = {}
         self._dropped: set[str] = set()
         """Rows of classes that were dropped since the last answer."""
+        self._failures: dict[Bucket, int] = {}
+        """Failed questions by bucket that is still missing."""
         self._asking: asyncio.Task[None] | None = None
 
     def start(self, post_event: Callable[[AnyEvent], None]) -> None:
@@ -214,25 +221,56 @@ class CostTableService:
                         answer = await self._configure(questions)
                 answers = zip(wanted, answer.chosen, strict=True)
             except Exception as exc:  # it may run in another process and fail in any way
-                _log.warning(
-                    "no answer from the configurator for %d buckets, retrying in %g s: %s",
-                    len(wanted), PAUSE_S, exc,
-                )  # fmt: skip
-                self._wanted.update(dict.fromkeys(wanted))
-                await asyncio.sleep(PAUSE_S)
+                await self._failed(wanted, exc)
                 continue
+            for bucket in wanted:
+                self._failures.pop(bucket, None)
             # A bucket without choices stays missing; the next miss asks for it again.
             self._enter({bucket: choices for bucket, choices in answers if choices})
+
+    async def _failed(self, wanted: Sequence[Bucket], exc: Exception) -> None:
+        """Repeat a question after a pause; answer it with exact attention if it fails too often."""
+        failures = 1 + max(self._failures.get(bucket, 0) for bucket in wanted)
+        if failures >= ATTEMPTS:
+            _log.error(
+                "no answer from the configurator for %s after %d attempts, using exact attention: "
+                "%s", wanted, failures, exc,
+            )  # fmt: skip
+            reason = f"exact, because the configurator has failed {failures} times ({exc})"
+            self._enter({bucket: (_default(bucket, reason),) for bucket in wanted})
+            for bucket in wanted:
+                self._failures.pop(bucket, None)
+            return
+        pause_s = min(PAUSE_S * 2 ** (failures - 1), MOST_PAUSE_S)
+        _log.warning(
+            "no answer from the configurator for %d buckets, retrying in %g s: %s",
+            len(wanted), pause_s, exc,
+        )  # fmt: skip
+        self._failures.update(dict.fromkeys(wanted, failures))
+        self._wanted.update(dict.fromkeys(wanted))
+        await asyncio.sleep(pause_s)
 
     def _trace_of(self, wanted: Sequence[Bucket]) -> dict[str, str]:
         """Return the trace of a request that needs a bucket; the question appears in it."""
         return next((trace for bucket in wanted if (trace := self._traces.get(bucket.row))), {})
 
     def _next_wanted(self) -> list[Bucket]:
-        """Return the next buckets to ask for: some quick ones, or else a single slow one."""
+        """Return the next buckets to ask for: some quick ones, or else a single one that is slow or
+        has failed."""
         wanted = [bucket for bucket in self._wanted if bucket.row in self._classes]
-        quick = [bucket for bucket in wanted if self._classes[bucket.row].objective is None]
-        asked = quick[:AT_ONCE] or wanted[:1]
+        quick = [
+            bucket
+            for bucket in wanted
+            if self._classes[bucket.row].objective is None and bucket not in self._failures
+        ]
+        # One that fails must not fail others for ever, so those that failed are asked one by one.
+        failed = sorted(
+            (bucket for bucket in wanted if bucket in self._failures),
+            key=lambda bucket: self._failures[bucket],
+        )
+        slow = [bucket for bucket in wanted if bucket not in self._failures]
+        asked = quick[:AT_ONCE] or slow[:1] or failed[:1]
+        self._failures = {bucket: self._failures[bucket] for bucket in failed}
         self._wanted = {bucket: None for bucket in wanted if bucket not in set(asked)}
         return asked
 
@@ -336,6 +374,15 @@ class CostTableService:
             if digest == self.costs.table.digest:
                 return
             del self._store[digest]
+
+
+def _default(bucket: Bucket, reason: str) -> StrategyChoice:
+    """Return what a bucket without options runs by."""
+    # Of a class with drop ratios of its own these stay, and nobody knows what they lose.
+    strategy = default_strategy(bucket.row)
+    return StrategyChoice(
+        strategy=strategy, reason=reason, loss=0.0 if strategy == EXACT_STRATEGY else None
+    )
 
 
 def _allowed(choice: StrategyChoice) -> Allowed:

@@ -155,7 +155,7 @@ async def test_buckets_that_come_later_are_corrected_as_well(
 def test_the_error_is_that_of_the_table_in_force(
     spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bias is corrected and is no error; what scatters is. It has a least and a greatest value."""
+    """A bias is corrected and is no error; what scatters is, within limits."""
     monkeypatch.setattr(cost_book, "REFIT_S", 0.0)
     option = Allowed(RING, 500)
     table = offering(auto=(option,))
@@ -201,6 +201,41 @@ async def test_a_bucket_without_an_answer_is_asked_for_again() -> None:
     assert isinstance(event, CostTableUpdated)
     book.costs.use(event.digest)
     assert not book.costs.best(cls.key, GroupShape((2,)), 0, TOKENS).cache_miss
+    await book.close()
+
+
+async def test_a_question_that_always_fails_ends_in_exact_attention_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others that were asked together with it get their answers."""
+    monkeypatch.setattr(cost_book, "PAUSE_S", 0.0)
+    poison, asked = 1 << 7, [0]
+
+    async def fails(questions: StrategyQuestions) -> StrategyChoices:
+        asked[0] += 1
+        if any(poison <= question.tokens < 2 * poison for question in questions.asked):
+            raise ValueError("cannot be simulated")
+        return await quick(questions)
+
+    book = CostTableService(TABLE, fails)
+    told: list[AnyEvent] = []
+    book.start(told.append)
+    for exponent in range(4, 12):
+        book.costs.best("auto", SHAPE, 0, 1 << exponent)
+    book.request_misses()
+    assert book._asking is not None
+    await book._asking
+    assert asked[0] <= cost_book.ATTEMPTS + 8
+    buckets = {Bucket("auto", SHAPE, exponent): exponent for exponent in range(4, 12)}
+    for bucket, exponent in buckets.items():
+        failed = exponent == 7
+        assert ("failed 6 times (cannot be simulated)" in book.why(bucket, "ulysses")) == failed
+        assert book.loss(bucket, "ulysses") == 0.0
+    assert "after 6 attempts, using exact attention" in caplog.text
+    book.costs.use(told[-1].digest)  # type: ignore[union-attr]
+    book.costs.best("auto", SHAPE, 0, poison)
+    book.request_misses()
+    assert book._asking.done(), "asked again"
     await book.close()
 
 
