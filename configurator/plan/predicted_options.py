@@ -29,6 +29,7 @@ from csps.configurator.pipeline.prefill import (
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import DirectModel, Predicted
 from csps.configurator.regressors.samples import Setting
+from csps.configurator.regressors.support import UNKNOWN
 from csps.configurator.search.search import Found, SearchProblem, SearchResult, chosen, compared
 from csps.configurator.search.space import (
     LARGEST_RATIO,
@@ -284,11 +285,13 @@ class PredictedOptions:
 
     Args:
         group_of: function that returns the group with so many instances on each server.
+        beyond_measured: False keeps prompts exact that are longer than any measured.
     """
 
     answerer: DirectAnswerer
     accuracy: AccuracyModel
     group_of: Callable[[Sequence[int], int], SimulatedGroup]
+    beyond_measured: bool = True
 
     def options(self, asked: StrategyQuestion, usual: StrategyChoice) -> tuple[StrategyChoice, ...]:
         """Return the options of a class that has bounds, the least loss first.
@@ -305,13 +308,14 @@ class PredictedOptions:
         found = self.answerer.answers(group, tokens, loss, given)
         if not found:
             return ()
+        why_exact = self._refused(tokens) or _why_exact(found)
         rings = [] if given else self._rings(group, tokens, exact_s, found)
         choices = [
-            _choice(option, exact_s, bool(given), _why_exact(found), self._unseen(tokens))
+            _choice(option, exact_s, bool(given), why_exact, self._unseen(tokens))
             for option in sorted(found, key=lambda option: (option.loss, option.seconds))
         ]
         if not given and usual.strategy not in SIMULATED:
-            why = usual.reason + _why_exact(found)
+            why = usual.reason + why_exact
             less = replace(usual, reason=why)
             choices = [less if choice.strategy == EXACT else choice for choice in choices]
         return (*rings, *choices)
@@ -323,6 +327,15 @@ class PredictedOptions:
         if bucket_ends(tokens)[1] <= longest:
             return ""
         return f", as far as prompts of {longest} tokens tell, the longest that were measured"
+
+    def _refused(self, tokens: int) -> str:
+        """Return why the bucket's prompts stay exact, if the operator has it so."""
+        if self.beyond_measured or not self._unseen(tokens):
+            return ""
+        longest = self.accuracy.longest
+        return (
+            f"; losses were measured up to {longest} tokens (configurator.beyond_measured: false)"
+        )
 
     def _rings(
         self, group: SimulatedGroup, tokens: int, exact_s: float, found: Sequence[Found]
@@ -370,8 +383,12 @@ class PredictedOptions:
             for tokens in bucket_ends(asked.tokens)
         )
 
+        refused = bool(self._refused(asked.tokens))
+
         def loss(configurations: Sequence[CsaSettings]) -> list[float]:
             """Return the larger losses of the bucket's shortest and longest prompts."""
+            if refused:
+                return [0.0 if settings.lossless else UNKNOWN for settings in configurations]
             return _resolved(list(map(max, shortest(configurations), longest(configurations))))
 
         return group, asked.tokens, loss

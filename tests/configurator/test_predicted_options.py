@@ -301,6 +301,20 @@ def test_options_for_longer_prompts_than_measured_say_so() -> None:
             assert ("prompts of 16384 tokens" in choice.reason) == (said and drops)
 
 
+def test_a_setting_keeps_longer_prompts_than_measured_exact() -> None:
+    known = Loses()
+    known.longest = 16_384
+    predicted = replace(PREDICTED, accuracy=known, beyond_measured=False)  # type: ignore[arg-type]
+    rules = StrategyRules(SHAPE, predicted=predicted)
+    for tokens, refused in ((12_288, False), (TOKENS, True)):
+        offered = answer(rules, tokens=tokens)
+        assert (max(choice.loss or 0.0 for choice in offered) == 0) == refused
+        for choice in offered:
+            settings = parse_option(choice.strategy).csa
+            assert settings is None or settings.lossless or not refused
+            assert ("measured up to 16384 tokens" in choice.reason) == refused
+
+
 def test_the_reason_says_why_nothing_is_dropped() -> None:
     def reasons(least: float) -> list[str]:
         class More(Loses):
