@@ -83,9 +83,8 @@ async def answer(questions: StrategyQuestions) -> StrategyChoices:
 async def test_a_request_gets_an_option_at_the_first_attempt(csps: dict[str, Any]) -> None:
     try:
         cls = request_class(CspsRequestOptions.model_validate(csps))
-    except ValidationError as error:
-        assert error.errors()
-        return
+    except ValidationError:
+        return  # a 400 that names the field
     with pytest.MonkeyPatch.context() as patch:
 
         async def never(seconds: float) -> None:
