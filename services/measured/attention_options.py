@@ -101,4 +101,5 @@ def _read(settings: Settings, accuracy: AccuracyModel) -> PredictedOptions:
         answerer=DirectAnswerer(space=space, models=models),
         accuracy=accuracy,
         group_of=groups.of_servers,
+        beyond_measured=settings.configurator.beyond_measured,
     )
