@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from csps.protocols.core.placement import KvSlice, Span, outside, tokens_on, within
+from csps.protocols.core.placement import KvSlice, Span, joined, outside, tokens_on, within
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.events.events import (
     GangId,
@@ -160,7 +160,8 @@ class SimulatedPrefixCache:
             )
             if inherited:
                 self._set_shared(sharer, outside(slices, inherited))
-                self._set(sharer, (*self._stored.get(sharer, ()), *inherited))
+                own = (KvSlice.of(part.instance, part.span) for part in inherited)
+                self._set(sharer, joined((*own, *self._stored.get(sharer, ()))))
                 freed = outside(freed, inherited)
 
     def _set_shared(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
