@@ -223,7 +223,7 @@ def test_no_path_depends_on_where_a_process_runs(
         "telemetry": {"spans_dir": "traces", "sample": 0.5},
     }
     changes = {f"args__{name}": value for name, value in given.items()}
-    deployed = read_config(write(tmp_path, model_dir, **changes)).application_args
+    deployed = read_config(write(tmp_path, model_dir, **changes)).application["args"]
     assert deployed["model"] == str(model_dir)
     assert deployed["api_keys_file"] == str(tmp_path / "keys")
     assert deployed["scaling_information_base"] == str(tmp_path / "sib.sqlite")

@@ -59,10 +59,9 @@ class DeployConfig:
         return str(_application(self.data).get("name", SERVE_DEFAULT_NAME))
 
     @property
-    def application_args(self) -> dict[str, Any]:
-        """The settings as they are deployed."""
-        args: dict[str, Any] = _application(self.data)["args"]
-        return args
+    def application(self) -> dict[str, Any]:
+        """The application as it is submitted to Serve; `args` has the settings."""
+        return _application(self.data)
 
     @property
     def url(self) -> str:

@@ -85,8 +85,8 @@ class ServeStatus:
     def _matches(self, config: DeployConfig, *states: str) -> bool:
         application = self.applications.get(config.application_name) or {}
         deployed = application.get("deployed_app_config") or {}
-        same = deployed.get("args") == config.application_args
-        return same and application["status"] in states
+        # Serve returns what was submitted, so a changed place of the code counts too.
+        return deployed == config.application and application["status"] in states
 
     @property
     def drain_s(self) -> float:

@@ -247,10 +247,11 @@ class LiveRequests:
             self._observer.token(handle, gap_s)
         if token.finish_reason is not None:
             self._finish(handle, token.finish_reason)
-            hashes = handle.answer_hashes if sequence.command.message.retain else ()
             self._post_event(
                 Finished(
-                    sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes
+                    sequence_id=sequence.id,
+                    generated_tokens=sequence.next_index,
+                    hashes=_retained_hashes(handle, sequence),
                 )
             )
             self.end(sequence)
@@ -338,7 +339,7 @@ class LiveRequests:
 
     def revoke(self, handle: RequestHandle) -> None:
         """End a request whose API key was revoked."""
-        self._post_event(_cancelled(handle))
+        self._post_cancelled(handle)
         self.fail(handle, Unauthorized(KEY_REVOKED))
 
     def _end_slow(self, handle: RequestHandle) -> None:
@@ -351,13 +352,24 @@ class LiveRequests:
             handle.spec.client_request_id, unread,
         )  # fmt: skip
         handle.drop_unread()
-        self._post_event(_cancelled(handle))
+        self._post_cancelled(handle)
         self.fail(
             handle, ClientTooSlow(f"The answer is read too slowly: {unread} tokens were unread.")
         )
 
+    def _post_cancelled(self, handle: RequestHandle) -> None:
+        """Tell the scheduler that nobody wants the rest of an answer."""
+        sequence = None if handle.sequence_id is None else self.serving(handle.sequence_id)
+        self._post_event(
+            RequestCancelled(
+                request_id=handle.request_id,
+                generated_tokens=handle.timings.tokens,
+                hashes=_retained_hashes(handle, sequence),
+            )
+        )
+
     def _cancel(self, handle: RequestHandle) -> None:
-        self._post_event(_cancelled(handle))
+        self._post_cancelled(handle)
         self._finish(handle, handle.finish_reason or "cancelled")
 
     def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
@@ -376,5 +388,7 @@ class LiveRequests:
             self.none_left.set()
 
 
-def _cancelled(handle: RequestHandle) -> RequestCancelled:
-    return RequestCancelled(request_id=handle.request_id, generated_tokens=handle.timings.tokens)
+def _retained_hashes(handle: RequestHandle, sequence: LiveSequence | None) -> tuple[bytes, ...]:
+    """Return the hashes of the answer's blocks, if the sequence's KV is retained."""
+    retained = sequence is not None and sequence.command.message.retain
+    return handle.answer_hashes if retained else ()

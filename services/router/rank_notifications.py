@@ -338,10 +338,14 @@ class RunningSteps:
                 if sequence.id in last:
                     sequence.handle.prefill_over.set()
             guarded(self._observe)(step)
+            for sequence in step.sequences:
+                if sequence.id in last:
+                    sequence.handle.prefill_reported.set()
 
     def _observe(self, step: _RunningStep) -> None:
         for sequence in step.sequences:
             sequence.handle.timings.add_figures(step.figures)
+        _add_dropped_mass(step)
         self._observer.step_done(_figures(step))
         if not any(figure.cancelled for figure in step.figures):
             self._completed(step)
@@ -368,6 +372,15 @@ class RunningSteps:
             for step_id, step in self._running.items()
             if step.unreported.gang is not gang
         }
+
+
+def _add_dropped_mass(step: _RunningStep) -> None:
+    tokens = {chunk.sequence_id: chunk.length for chunk in step.command.step.chunks}
+    masses = [mass for figure in step.figures for mass in figure.dropped_mass]
+    for sequence in step.sequences:
+        own = [mass for mass in masses if mass.sequence_id == sequence.id]
+        if sequence.id in tokens and sequence.handle.sequence_id == sequence.id:
+            sequence.handle.dropped_mass.add_chunk(tokens[sequence.id], own)
 
 
 def _figures(step: _RunningStep) -> StepFigures:

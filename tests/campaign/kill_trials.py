@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import cycle, product
 
+import httpx
 from campaign_bench import Bench
+from campaign_states import PADDING
 from campaign_trial import Outcome, Trial
-from deployed_server import DEADLINE_S, Deployed, name_of
+from deployed_server import DEADLINE_S, MODEL, Deployed, name_of
 
 from csps.services.launch.ray_head import session_of
 
@@ -55,13 +57,22 @@ def program(text: str) -> Callable[[Deployed], int]:
     return find
 
 
+def parser(server: Deployed) -> int:
+    """Return the id of a parser's process. One that an earlier trial has ended runs again once a
+    body needs it.
+    """
+    body = {"model": MODEL, "prompt": [1], "max_tokens": 1, "user": PADDING}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S).raise_for_status()
+    return program("parser_process")(server)
+
+
 PROCESSES: dict[str, Callable[[Deployed], int]] = {
     **{f"{gang} {index}": replica(gang, index) for gang, index in (*RANKS, *ELASTIC_RANKS)},
     "Router": replica("Router"),
     "Registry": replica("Registry"),
     "Configurator": replica("Configurator"),
     "HAProxy": program("haproxy"),
-    "parser": program("parser_process"),
+    "parser": parser,
     "Serve controller": program("ray::ServeController"),
     "Serve proxy": program("ray::ProxyActor"),
 }

@@ -140,13 +140,14 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def applications(
     config: DeployConfig, status: str, *, old: bool = False, **gang: Any
 ) -> dict[str, Any]:
-    args = {**config.application_args, "model": "/another"} if old else config.application_args
+    settings = config.application["args"]
+    args = {**settings, "model": "/another"} if old else settings
     replicas = [{"state": "RUNNING"}, {"state": "STARTING"}]
     deployment = {"replicas": replicas, "target_num_replicas": 2, "status": "UPDATING", **gang}
     application = {
         "status": status,
         "message": "Failed to update the deployments ['PrefillGang'].",
-        "deployed_app_config": {"args": args},
+        "deployed_app_config": {**config.application, "args": args},
         "deployments": {"PrefillGang": deployment},
     }
     return {"applications": {"csps": application}}
@@ -159,8 +160,7 @@ def replaced_by(
     replaces all of them."""
     answer = {**applications(config, "RUNNING"), "http_options": config.data["http_options"]}
     deployed = answer["applications"]["csps"]["deployed_app_config"]
-    deployed["import_path"] = config.data["applications"][0]["import_path"]
-    deployed["args"] = {**config.application_args, **changes} if old is None else old
+    deployed["args"] = {**config.application["args"], **changes} if old is None else old
     answer["applications"] = {name: answer["applications"].pop("csps")}
     return answer
 
@@ -181,6 +181,16 @@ def test_an_old_application_that_answers_is_not_taken_for_the_new_one(
     ]
     assert said_while_waiting(config, head) == ["  PrefillGang 1/2 and 1 starting (starting)"]
     assert cluster.asked.count("/health") == 1  # only once the new one runs
+
+
+@pytest.mark.parametrize("name", ["runtime_env", "deployments", "import_path"])
+def test_an_application_that_differs_outside_of_its_settings_is_another_one(
+    config: DeployConfig, name: str
+) -> None:
+    answer = applications(config, "RUNNING")
+    assert ServeStatus(applications=answer["applications"]).runs(config)
+    answer["applications"]["csps"]["deployed_app_config"][name] = "another"
+    assert not ServeStatus(applications=answer["applications"]).runs(config)
 
 
 def test_an_old_application_for_ever_is_a_deadline(
