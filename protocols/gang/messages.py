@@ -238,7 +238,7 @@ EVERY_POSITION = 1 << 62
 
 class RetainKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`retain`, to rank 0: a sequence with `retain` has ended; keep only these positions of its KV,
-    all computed by the sequence itself.
+    those that it shares with other sequences included.
 
     The sequence leaves its decode batch, if it is in one. Each rank of the gang answers with
     `retained`, or with `freed` if nothing is left. The message may come more than once.
@@ -257,7 +257,7 @@ class RetainKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class EvictKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`evict`, to rank 0: free some retained KV of a sequence that has ended. Answered as `retain`.
 
-    Slots that other sequences reference (`KvSlice.source`) are freed with the last reference.
+    Slots that other sequences share (`KvSlice.source`) are freed with the last of them.
     """
 
     sequence_id: int

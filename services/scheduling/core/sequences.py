@@ -170,7 +170,12 @@ class Sequences:
         good = sequence.first_token_ns is not None and not sequence.prefill_cancelled
         hashes = sequence.request.hashes if good else ()
         self._prefix.prefilled(
-            sequence.prefill, sequence.id, sequence.request, hashes, sequence.retained_slices
+            sequence.prefill,
+            sequence.id,
+            sequence.request,
+            hashes,
+            sequence.retained_slices,
+            sequence.prefill_ref,
         )
         self._unref_prefill(sequence)
 
@@ -206,7 +211,9 @@ class Sequences:
             self.freed(sequence, instance)
         slices = (*own(sequence.slices), *to_come)
         whole = (prompt + generated_tokens - 1) // self._prefix.settings.block_tokens
-        self._prefix.decoded(gang, sequence.id, sequence.request, hashes[:whole], slices, slots)
+        self._prefix.decoded(
+            gang, sequence.id, sequence.request, hashes[:whole], slices, slots, ref
+        )
         if ref is not None:
             self._prefix.unref(ref)
 
