@@ -1,12 +1,18 @@
 """Cost of a scheduling round, and its growth with the queue.
 
-    python benchmarks/scheduling_round.py [--instances 64] [--repeats 20] [--json FILE]
+    python benchmarks/scheduling_round.py [--instances 64] [--repeats 20] [--conversation 2000]
+        [--json FILE]
 
 As many instances prefill as decode, 8 on a server. Three rounds are timed, each on schedulers of
 its own: `burst`, in which everything starts for which an idle deployment has slots; `after_step`,
 when one step of a full deployment is over; and `idle`, when nothing can start. `decide_us` is the
 policy alone, `handle_us` the whole round with checks, state and commands; both are medians of
 processor time. `bound_us` is 1 ms and 25 us for each request placed.
+
+With `--conversation`, one conversation of so many turns runs on simulated ranks, for each policy:
+`early_us` is the median of the rounds that begin a turn in the first tenth of the turns, `late_us`
+in the last tenth, `late_max_us` the longest of all rounds there. `slices` is the number of slices
+of the last reservation. `bound_us` is 2 ms.
 """
 
 from __future__ import annotations
@@ -20,14 +26,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import report
+import simulator_speed
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.loadgen.simulator.kernel import Simulator
+from csps.loadgen.simulator.requests import Arrival, chained
+from csps.loadgen.simulator.simulate import scheduler_of
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.decisions import Decision, Policy, SchedulerView
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.commands import AnyCommand, Reserve, RunStep
-from csps.services.scheduling.events.limits import QueueLimits
+from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state.state import GangPair, Priority
 
@@ -43,7 +53,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--instances", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--conversation", type=int, metavar="TURNS")
     args = report.with_json_option(parser).parse_args()
+    if args.conversation is not None:
+        turns = [_conversation(*row, args.conversation) for row in CONVERSATIONS]
+        about = {"benchmark": "scheduling_round", "turns": args.conversation}
+        report.publish(about, turns, args.json)
+        return
     rows = [
         _row(policy, waiting, args.instances, args.repeats, round_)
         for policy in OPTIONS
@@ -67,6 +83,74 @@ def _row(policy: str, waiting: int, instances: int, repeats: int, round_: str) -
         "handle_max_us": max(timing[0] for timing in timings),
         "bound_us": 1000 + 25 * placed,
     }
+
+
+CONVERSATIONS: list[tuple[str, dict[str, object], bool]] = [
+    ("csps", {}, False),
+    ("context_parallel", {}, False),
+    ("fixed_sp", {}, False),
+    ("tetris", {}, False),
+    ("chunked_prefill", {"token_budget": 2048}, True),
+    ("context_parallel", {}, True),
+    ("loongserve", {}, True),
+]
+"""Policies, their options, and whether they run on an elastic gang."""
+BLOCK, NEW_TOKENS, ANSWER_TOKENS = 32, 64, 16
+
+
+def _conversation(
+    policy: str, options: dict[str, object], elastic: bool, turns: int
+) -> dict[str, Any]:
+    cluster = simulator_speed.cluster(4, elastic=elastic)
+    hashes = chained(range(turns * NEW_TOKENS // BLOCK))
+    arrivals = [
+        Arrival(
+            at_ns=0,
+            prompt_tokens=NEW_TOKENS * turn,
+            output_tokens=ANSWER_TOKENS,
+            hashes=hashes[: NEW_TOKENS * turn // BLOCK],
+            after=turn - 2 if turn > 1 else None,
+            delay_ns=1_000_000,
+        )
+        for turn in range(1, turns + 1)
+    ]
+    reuse = ReuseSettings(enabled=True, max_share=0.9, block_tokens=BLOCK)
+    clocked = _Clocked(scheduler_of(cluster, policy, options, reuse))
+    Simulator(clocked, cluster, arrivals).run()
+    tenth = max(1, turns // 10)
+    late = clocked.rounds[-len(clocked.rounds) * tenth // turns :]
+    return {
+        "policy": f"{policy} {'elastic' if elastic else 'pair'}",
+        "early_us": statistics.median(clocked.began[:tenth]),
+        "late_us": statistics.median(clocked.began[-tenth:]),
+        "late_max_us": max(late),
+        "slices": clocked.slices,
+        "bound_us": 2000,
+    }
+
+
+class _Clocked:
+    """A scheduler whose rounds are timed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.rounds: list[float] = []
+        """us of processor time of each round."""
+        self.began: list[float] = []
+        """The same of each round in which a turn began."""
+        self.slices = 0
+
+    def handle(
+        self, events: Sequence[ev.AnyEvent], now_ns: int
+    ) -> tuple[Sequence[AnyCommand], int | None]:
+        begin = time.thread_time_ns()
+        found = self._scheduler.handle(events, now_ns)
+        self.rounds.append((time.thread_time_ns() - begin) / 1e3)
+        for command in found.commands:
+            if isinstance(command, Reserve):
+                self.began.append(self.rounds[-1])
+                self.slices = len(command.message.slices)
+        return found
 
 
 class _Gate:

@@ -164,6 +164,37 @@ def select(importance_gt: Tensor, keep: int, *, always_t: Tensor | None = None) 
     return ranked[:, :keep].sort(dim=1).values
 
 
+def covering_counts(
+    importance_gt: Tensor, coverage_gv: Tensor, *, always_t: Tensor | None = None
+) -> Tensor:
+    """Return how many of the most important tokens each head must keep to cover shares of its mass.
+
+    The mass of a set of tokens is the sum of their importance. Shares count only tokens that may
+    be dropped, because a few others, such as the first tokens of a prompt, often have most of all.
+
+    Args:
+        importance_gt: (kv heads, tokens), one sequence-parallel token partition.
+        coverage_gv: (kv heads, levels) shares in (0, 1]; 1 keeps all tokens.
+        always_t: (tokens,) bool on the host: kept at any rate, and counted.
+
+    Returns:
+        counts_gv: (kv heads, levels) int64 on the device; `select` with such a count selects the
+            fewest tokens that reach the share.
+    """
+    tokens = importance_gt.shape[1]
+    always = 0 if always_t is None else int(always_t.sum())
+    mass_gt, coverage_gv = importance_gt.double(), coverage_gv.to(importance_gt.device)
+    if always_t is not None:
+        mass_gt = mass_gt.masked_fill(always_t.to(mass_gt.device, non_blocking=True), 0.0)
+    # fp64, because sums of long prompts lose the smallest shares of attention in fp32.
+    covered_gt = mass_gt.sort(dim=1, descending=True).values.cumsum(dim=1)
+    if not tokens:
+        return coverage_gv.new_zeros(coverage_gv.shape, dtype=torch.int64)
+    needed_gv = coverage_gv.double() * covered_gt[:, -1:]
+    fewest_gv = torch.searchsorted(covered_gt, needed_gv) + (needed_gv > 0)
+    return torch.where(coverage_gv < 1.0, (always + fewest_gv).clamp_max(tokens), tokens)
+
+
 def gather_kept(x_thd: Tensor, kept_gk: Tensor) -> Tensor:
     """Gather the rows of the selected tokens, which differ by KV head, for one level.
 

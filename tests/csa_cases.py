@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -22,6 +22,7 @@ from csps.actors.timing.timeline import StepClock
 from csps.protocols.attention.csa import CsaPlan, LayerGroup
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.core.topology import Topology
+from csps.protocols.gang.messages import DroppedMass
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 SCALE = 0.3
@@ -136,6 +137,8 @@ class LayerResult:
     """Attention output of all rows."""
     seen_gt: Tensor | None
     """(KV heads, rows) bool: what decode is to see; None for everything."""
+    dropped: Mapping[int, Tensor] = field(default_factory=dict)
+    """Share (KV heads,) of the attention mass that a layer which drops has dropped, by prompt."""
 
 
 def on_ranks(
@@ -154,12 +157,14 @@ def layers_on_ranks(
     clocks: Mapping[int, StepClock] | None = None,
     part: Callable[[int, int], None] = lambda rank, number: None,
 ) -> list[LayerResult]:
-    """Return the outputs of each layer, computed by the members.
+    """Return the outputs of each layer and what they dropped, computed by the members.
 
     Args:
         part: called with each point's number that a member, named by its rank, passes.
     """
     qkv = case.qkv()
+
+    masses: list[DroppedMass] = []
 
     def member(rank: int) -> list[LayerResult]:
         clock = (clocks or {}).get(rank)
@@ -180,10 +185,25 @@ def layers_on_ranks(
                 group.points.begin_layer(layer)
                 own = (x_thd[rows].contiguous() for x_thd in tensors)
                 results.append(_attend(csa, case, layer, *own))
+            masses.extend(group.dropped_mass.reports(0))
             return results
 
     parts = world.each(case.members, member)
-    return [_joined(layer) for layer in zip(*parts, strict=True)]
+    return [
+        replace(_joined(results), dropped=_dropped(masses, layer))
+        for layer, results in enumerate(zip(*parts, strict=True))
+    ]
+
+
+def _dropped(masses: Sequence[DroppedMass], layer: int) -> Mapping[int, Tensor]:
+    """Return the dropped share of each KV head in a layer, by prompt."""
+    sums: dict[int, Tensor] = {}
+    for mass in masses:
+        if layer in mass.layers:
+            both = torch.frombuffer(bytearray(mass.dropped + mass.total), dtype=torch.float32)
+            row = both.view(2, len(mass.layers), -1)[:, mass.layers.index(layer)].double()
+            sums[mass.sequence_id] = sums.get(mass.sequence_id, torch.zeros_like(row)) + row
+    return {prompt: dropped / total for prompt, (dropped, total) in sums.items()}
 
 
 def _attend(
@@ -202,7 +222,8 @@ def _joined(parts: Sequence[LayerResult]) -> LayerResult:
     seen = [part.seen_gt for part in parts if part.seen_gt is not None]
     assert len(seen) in (0, len(parts)), "the members do not agree on what decode is to see"
     out_thd = torch.cat([part.out_thd for part in parts])
-    return LayerResult(out_thd, torch.cat(seen, dim=1) if seen else None)
+    dropped = {prompt: share for part in parts for prompt, share in part.dropped.items()}
+    return LayerResult(out_thd, torch.cat(seen, dim=1) if seen else None, dropped)
 
 
 def by_brute_force(case: CsaCase) -> list[Tensor]:
@@ -227,7 +248,11 @@ def _prompt(case: CsaCase, chunk: int, rows: slice) -> list[LayerResult]:
         weights = dense.counts(importance)
         _, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, SCALE)
         out_thd = dense.attend_with_history(q_thd, k_thd, v_thd, weights, SCALE, earlier[layer])
-        layers.append(LayerResult(out_thd, _seen(dense, importance)))
+        dropped = {}
+        if case.schedule.drops(layer) and len(set(dense.owners)) > 1:
+            assert importance is not None
+            dropped = {chunk: dense.dropped(importance)}
+        layers.append(LayerResult(out_thd, _seen(dense, importance), dropped))
         if window:
             importance = dense.judged_by_window(q_thd, k_thd, window, SCALE)
         else:
@@ -258,6 +283,7 @@ def dense_csa(case: CsaCase, layer: int, chunk: int, rows: slice) -> DenseCsa:
         # A prompt inside one member is exact.
         segments=[[everyone]] if whole else case.plan.segments(),
         ratios=case.schedule.head_ratios(layer),
+        coverages=case.schedule.head_coverages(layer),
         sinks=case.plan.sinks,
         tail=case.plan.tail,
         nested=case.plan.nested,
@@ -281,6 +307,17 @@ def ratios(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float, ..
     heads = draw(st.sampled_from([1, kv_heads]))
     choices = st.sampled_from([0.0, 0.2, 0.5, 0.75, 0.95])
     by_head = [sorted(draw(choices) for _ in range(levels - 1)) for _ in range(heads)]
+    return tuple(zip(*by_head, strict=True))
+
+
+@st.composite
+def coverages(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float, ...], ...]:
+    """Return the coverages of levels 2 and up, which never rise for a head."""
+    heads = draw(st.sampled_from([1, kv_heads]))
+    choices = st.sampled_from([1.0, 0.99, 0.8, 0.5, 0.1])
+    by_head = [
+        sorted((draw(choices) for _ in range(levels - 1)), reverse=True) for _ in range(heads)
+    ]
     return tuple(zip(*by_head, strict=True))
 
 
@@ -310,8 +347,14 @@ def chunks(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, dropping: bool = True, most_members: int = 8) -> CsaCase:
-    """Draw small steps of any shape, of whole prompts."""
+def cases(
+    draw: st.DrawFn, *, dropping: bool = True, covering: bool = True, most_members: int = 8
+) -> CsaCase:
+    """Draw small steps of any shape, of whole prompts.
+
+    Args:
+        covering: may have coverages instead of drop ratios.
+    """
     members = draw(st.integers(1, most_members))
     where = draw(locations(members))
     levels = draw(st.integers(1, len(Topology.of(where).granularities)))
@@ -322,10 +365,12 @@ def cases(draw: st.DrawFn, *, dropping: bool = True, most_members: int = 8) -> C
     bounds = (0, *inner, sum(lengths))
     longest = max(b - a for a, b in pairwise(bounds))
     micro = tuple(draw(st.integers(1, min(4, longest))) for _ in range(levels))
+    covers = dropping and covering and draw(st.booleans())
     group = LayerGroup(
         first=0,
         stop=4,
-        drop_ratios=draw(ratios(levels, kv_heads)) if dropping else (),
+        drop_ratios=draw(ratios(levels, kv_heads)) if dropping and not covers else (),
+        coverages=draw(coverages(levels, kv_heads)) if covers else (),
         micro_partitions=micro,
     )
     nested = dropping and draw(st.booleans())

@@ -24,6 +24,8 @@ class DenseCsa:
     """Segments of members, level 1 first."""
     ratios: Sequence[Sequence[float]]
     """[KV head][level - 1]."""
+    coverages: Sequence[Sequence[float]] | None = None
+    """Likewise; None: the ratios hold."""
     sinks: int
     tail: int
     nested: bool = False
@@ -59,7 +61,8 @@ class DenseCsa:
     def kept(self, head: int, level: int, importance_t: Tensor | None) -> set[int]:
         """Return the tokens that a KV head keeps at a level."""
         ratio = self.ratios[head][level - 1]
-        if ratio == 0.0 or importance_t is None:
+        share = None if self.coverages is None else self.coverages[head][level - 1]
+        if importance_t is None or share == 1.0 or (share is None and ratio == 0.0):
             return set(range(self.tokens))
         tail = self.tail if self.last else 0
         always = {
@@ -68,10 +71,35 @@ class DenseCsa:
         kept: set[int] = set()
         for part in self.parts():
             forced = [t for t in part if t in always]
-            count = max(len(forced), math.ceil((1 - ratio) * len(part) - 1e-9))
             ranked = sorted(part, key=lambda t: (t not in always, -float(importance_t[t]), t))
+            if share is None:
+                count = max(len(forced), math.ceil((1 - ratio) * len(part) - 1e-9))
+            else:
+                count = len(forced) + self._fewest(share, ranked[len(forced) :], importance_t)
             kept |= set(ranked[:count])
         return kept
+
+    @staticmethod
+    def _fewest(share: float, ranked: list[int], importance_t: Tensor) -> int:
+        """Return how many of the best tokens have the share of what all have."""
+        masses = [float(importance_t[t]) for t in ranked]
+        return next(n for n in range(len(masses) + 1) if sum(masses[:n]) >= share * sum(masses))
+
+    def dropped(self, importance_gt: Tensor) -> Tensor:
+        """Return the share (KV heads,) of the importance on keys that the last token does not see,
+        if its own part sees them at the level where both meet.
+        """
+        end = self.owners[-1]
+        shares = []
+        for head, importance_t in enumerate(importance_gt):
+            unseen = [
+                float(importance_t[t])
+                for t in range(self.tokens)
+                if (level := self.level_of(self.owners[t], end)) > 1
+                and t not in self.kept(head, level, importance_t)
+            ]
+            shares.append(sum(unseen) / float(importance_t.sum()))
+        return torch.tensor(shares, dtype=torch.float64)
 
     def counts(self, importance_gt: Tensor | None) -> Tensor:
         """Return (KV heads, queries, keys): how often a query counts a key; 0 or 1 unless

@@ -463,10 +463,14 @@ class RandomCell:
             number = self.random.choice(open_requests)
             request = self.requests[number]
             request.ended, request.ended_in = "cancelled", self.turns
+            hashes: tuple[bytes, ...] = ()
             if request.sequence is not None:
                 self.sequences[request.sequence].silent = True
+                hashes = self._answer_hashes(request.sequence)
             self._pending.append(
-                ev.RequestCancelled(request_id=number, generated_tokens=request.generated)
+                ev.RequestCancelled(
+                    request_id=number, generated_tokens=request.generated, hashes=hashes
+                )
             )
 
     # --- carrying out ---

@@ -3,7 +3,8 @@
 A sequence has a step for each chunk of its prompt; several may be pending at once, and between two
 of them its KV is idle. The KV is freed when the last pending step is over and either all of it was
 sent or the sequence was cancelled, never while a pending step may read it. KV of a retained
-sequence stays after its end until the log evicts it.
+sequence stays after its end until the log evicts it, and so does what it shares with others: their
+names for it may go before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
-from typing import NamedTuple
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.engine.step_reports import StepReports
@@ -21,16 +21,6 @@ from csps.protocols.core.placement import Span
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 
 _log = logging.getLogger(__name__)
-
-
-class Finalized(NamedTuple):
-    """Sequences whose last pending step is over."""
-
-    freed: list[int]
-    """Sequences whose KV can be freed now."""
-    retained: list[int]
-    """Sequences that are over here and retained; what they share with others can be dropped. One
-    that is decoded here is not over."""
 
 
 class KvLifetime:
@@ -72,11 +62,6 @@ class KvLifetime:
         """Do not retain a sequence's KV after all."""
         with self._lock:
             self._retained.discard(sequence_id)
-
-    def is_retained(self, sequence_id: int) -> bool:
-        """Return whether a sequence's KV is retained and has no step."""
-        with self._lock:
-            return sequence_id in self._retained and not self._steps[sequence_id]
 
     def evict(self, sequence_id: int, spans: tuple[Span, ...]) -> bool:
         """Evict some retained KV; return whether it can be freed now. Otherwise `due_evictions`
@@ -143,28 +128,28 @@ class KvLifetime:
             idle, self._idle = self._idle, set()
             return idle
 
-    def finalize(self, step: PrefillStep, *, cancelled: bool) -> Finalized:
+    def finalize(self, step: PrefillStep, *, cancelled: bool) -> list[int]:
         """Finalize a step that is over.
 
         Args:
             cancelled: the step was dropped, perhaps before this rank knew why.
+
+        Returns:
+            Sequences whose last pending step it was and whose KV can be freed now.
         """
-        finalized = Finalized([], [])
         with self._lock:
             if cancelled:
                 self._cancelled.update(chunk.sequence_id for chunk in step.chunks)
-            for chunk in step.chunks:
-                self._finalize(chunk, finalized)
-        return finalized
+            return [chunk.sequence_id for chunk in step.chunks if self._finalize(chunk)]
 
-    def _finalize(self, chunk: PrefillChunk, finalized: Finalized) -> None:
+    def _finalize(self, chunk: PrefillChunk) -> bool:
         sequence_id = chunk.sequence_id
         self._steps[sequence_id] -= 1
         # Steps end when their KV was received: the short last one may come before an earlier one.
         if chunk.last:
             self._whole.add(sequence_id)
         if self._steps[sequence_id]:
-            return
+            return False
         del self._steps[sequence_id]
         whole, cancelled = sequence_id in self._whole, sequence_id in self._cancelled
         retained = sequence_id in self._retained
@@ -172,11 +157,9 @@ class KvLifetime:
         self._cancelled.discard(sequence_id)
         if cancelled or (whole and chunk.destinations and not retained):
             self._retained.discard(sequence_id)
-            finalized.freed.append(sequence_id)
-            return
+            return True
         self._idle.add(sequence_id)
-        if whole and retained and chunk.retain:
-            finalized.retained.append(sequence_id)
+        return False
 
 
 class KvReclaim:
@@ -215,7 +198,7 @@ class KvReclaim:
                         self._slots.share_slots(chunk.sequence_id, kv_slice.source, kv_slice.span)
         except NotHeld as error:
             _log.debug("step %d ends before it begins: %s", step.step_id, error)
-            self._free(self._lifetime.finalize(step, cancelled=True).freed)
+            self._free(self._lifetime.finalize(step, cancelled=True))
             raise
 
     def cancel_step_of(self, sequence_id: int) -> None:
@@ -250,10 +233,7 @@ class KvReclaim:
         Args:
             cancelled: the step was dropped.
         """
-        finalized = self._lifetime.finalize(step, cancelled=cancelled)
-        for sequence_id in finalized.retained:
-            self._slots.drop_shared(sequence_id)
-        self._free(finalized.freed)
+        self._free(self._lifetime.finalize(step, cancelled=cancelled))
         for chunk in step.chunks:
             if due := self._lifetime.due_evictions(chunk.sequence_id):
                 self.evict(chunk.sequence_id, due)
@@ -271,13 +251,12 @@ class KvReclaim:
         self._reports.retained(sequence_id, left)
 
     def free_sequence(self, sequence_id: int) -> None:
-        """Free a sequence that has left the decode batch, unless a step still uses it."""
+        """Free a sequence that has left the decode batch, unless it is retained or a step still
+        uses it."""
         if self._lifetime.leave_batch(sequence_id):
             self._slots.free_sequence(sequence_id)
             self._slots_freed()
             self._reports.freed(sequence_id)
-        elif self._lifetime.is_retained(sequence_id):
-            self._slots.drop_shared(sequence_id)
 
     def _free(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:

@@ -141,6 +141,7 @@ class StepReports:
                 placing_stored_s=placing.storing.seconds if placing else 0.0,
                 placing_waited_s=placing.waiting.seconds if placing else 0.0,
                 last_layer_s=clock.last_layer_s if clock else 0.0,
+                dropped_mass=run.dropped_mass if run is not None else (),
             ),
         )
 

@@ -48,6 +48,7 @@ from csps.actors.timing.timeline import (
 )
 from csps.models.network.network import Layer
 from csps.protocols.core.placement import Span
+from csps.protocols.gang.messages import DroppedMass
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep, rebalanced
 from csps.protocols.sequencer.log_entries import RunQuantum
 
@@ -83,6 +84,8 @@ class StepRun:
         self.clock = StepClock()
         self.sent = SentBytes(engine.mesh.bytes_sent)
         self.cancelled = False
+        self.dropped_mass: tuple[DroppedMass, ...] = ()
+        """Attention mass that the computed step has dropped."""
         self._engine = engine
         self.progress = progress
         balanced_step = rebalanced(step)
@@ -197,6 +200,8 @@ class StepRun:
             self._pace.wait()
             if not self.cancelled:
                 self.clock.end_last_layer()
+                masses = self.group.dropped_mass.reports(self._engine.kv_heads.start)
+                self.dropped_mass = tuple(masses)
             span.set_attributes(self._placing_figures())
         self.clock.finished = time.monotonic()
 

@@ -150,12 +150,6 @@ class SlotAllocator:
                 slot_map.shared.add(run)
             self._hold(sequence_id, slot_map, runs_of(new))
 
-    def drop_shared(self, sequence_id: int) -> None:
-        """Free all slots that a sequence shares with those that have computed their KV."""
-        with self._lock:
-            if (slot_map := self._slot_maps.get(sequence_id)) is not None:
-                self._take(sequence_id, slot_map, SlotSet(slot_map.shared))
-
     def free_sequence(self, sequence_id: int) -> int:
         """Free all slots of a sequence; return how many, 0 for an unknown one."""
         return self.free_span(sequence_id, _ALL_POSITIONS)

@@ -19,6 +19,7 @@ Shape suffixes: b = batch, e = rows that are edited, v = vocabulary.
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from csps.actors.sampling.grammar_mask import COMPILE_WAIT_S
 from csps.actors.sampling.token_sampler import Penalties, TokenSampler
 from csps.kernels.sampling import row_blocks, sample
 from csps.protocols.core.errors import CspsError
@@ -126,8 +128,9 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
     own = [samplers[row] for row in rows]
     scores_ev = scores_bv[rows]
     _add_bias(scores_ev, own)
+    until = time.monotonic() + COMPILE_WAIT_S
     for place, row in enumerate(rows):
-        samplers[row].forbid(scores_ev[place])
+        samplers[row].forbid(scores_ev[place], until)
         if samplers[row].forbids_stop(indices[row]):
             scores_ev[place].masked_fill_(samplers[row].stops(scores_ev.device), -math.inf)
     penalties = {

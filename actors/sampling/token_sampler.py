@@ -106,8 +106,12 @@ class TokenSampler:
         biased = len(self.bias_ids) > 0 or self._forbidden_v is not None
         return biased or self.remembers or self.forbids_stop(index)
 
-    def forbid(self, scores_v: Tensor) -> None:
-        """Replace the scores of tokens that must not come next by minus infinity."""
+    def forbid(self, scores_v: Tensor, until: float) -> None:
+        """Replace the scores of tokens that must not come next by minus infinity.
+
+        Args:
+            until: time (`time.monotonic()`) until which this waits for a grammar to compile.
+        """
         if self._forbidden_v is not None:
             self._forbidden_v = self._forbidden_v.to(scores_v.device)
             scores_v.masked_fill_(self._forbidden_v, -math.inf)
@@ -116,7 +120,7 @@ class TokenSampler:
             if last < len(scores_v) and self.answered[len(self.answered) - len(begun) :] == begun:
                 scores_v[last] = -math.inf
         if self._mask is not None:
-            allowed = self._mask.allowed()
+            allowed = self._mask.allowed(until)
             if isinstance(allowed, CspsError):
                 self._failure = allowed
                 scores_v.fill_(-math.inf)
@@ -225,6 +229,16 @@ def _check(s: Sampling, vocab: int) -> None:
     assert 0.0 <= s.min_p <= 1.0, s
     assert 0.0 < s.repetition_penalty < math.inf, s
     assert s.max_tokens >= 1, s
+
+
+def compile_ahead(packed: bytes, grammars: Grammars | None) -> None:
+    """Begin to compile the grammar of packed `SamplerInputs`, before their sampler is needed.
+
+    Raises:
+        ProtocolError: these are no sampler inputs.
+    """
+    if grammars is not None and (grammar := decode(SamplerInputs, packed).sampling.grammar):
+        grammars.compiled(grammar)
 
 
 def sampler_of(packed: bytes, vocab: int, grammars: Grammars | None) -> TokenSampler:

@@ -15,6 +15,7 @@ from csps.actors.engine.log_end import LogEnd, SequencerEnd
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.engine.move_run import leader_of, move_points
 from csps.actors.engine.step_run import step_points_of
+from csps.actors.sampling.token_sampler import compile_ahead
 from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment
 from csps.actors.worker.startup import DECODE_BATCH
@@ -88,6 +89,7 @@ class RankCommands:
     def _sampler(self, payload: Any) -> None:
         self._require_prefill()
         message = schema.unpack(FirstTokenSampler, payload)
+        compile_ahead(message.inputs, self._engine.grammars)
         self._samplers[message.sequence_id] = message.inputs
 
     def _require_prefill(self) -> None:

@@ -110,8 +110,9 @@ def _check_micro_partitions(settings: CsaSettings, tokens: int, locations: Seque
 
 
 def _check_model(settings: CsaSettings, shape: AttentionShape) -> None:
-    numbers_by_name = {
+    numbers_by_name: dict[str, Sequence[Sequence[float]]] = {
         "drop_ratio": settings.drop_ratios,
+        "coverage": settings.coverages or (),
         "micro_partitions": settings.micro_partitions or (),
     }
     for name, numbers in numbers_by_name.items():
@@ -121,13 +122,14 @@ def _check_model(settings: CsaSettings, shape: AttentionShape) -> None:
                 f"not {len(numbers)}",
                 param=f"csps.{name}",
             )
-    for of_heads in settings.drop_ratios:
-        if len(of_heads) not in (1, shape.kv_heads):
-            raise InvalidRequest(
-                f"csps.drop_ratio: must be one a layer, or {shape.kv_heads}, one per KV head of "
-                f"the model, not {len(of_heads)}",
-                param="csps.drop_ratio",
-            )
+    for name in ("drop_ratio", "coverage"):
+        for of_heads in numbers_by_name[name]:
+            if len(of_heads) not in (1, shape.kv_heads):
+                raise InvalidRequest(
+                    f"csps.{name}: must be one a layer, or {shape.kv_heads}, one per KV head of "
+                    f"the model, not {len(of_heads)}",
+                    param=f"csps.{name}",
+                )
 
 
 def _ordered(locations: Sequence[str]) -> Topology:

@@ -302,8 +302,7 @@ def _content(shape: AttentionShape, plan: CsaPlan, layer: int) -> tuple[bool, bo
 
 def _drops(shape: AttentionShape, plan: CsaPlan, layer: int) -> bool:
     """Return True if a layer drops; the first and the last never do."""
-    ratios = plan.layer_group(layer).drop_ratios
-    return 0 < layer < shape.layers - 1 and any(any(level) for level in ratios)
+    return 0 < layer < shape.layers - 1 and plan.layer_group(layer).drops
 
 
 def _layer(

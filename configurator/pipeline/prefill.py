@@ -299,7 +299,7 @@ def _problem(group: SimulatedGroup, plan: CsaPlan, layer: int) -> _LayerProblem:
 
 def _drops(plan: CsaPlan, layer: int, last: int) -> bool:
     """Return True if a layer drops; the first and the last never do."""
-    return 0 < layer < last and any(map(any, plan.layer_group(layer).drop_ratios))
+    return 0 < layer < last and plan.layer_group(layer).drops
 
 
 def _simulated(

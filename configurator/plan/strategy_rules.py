@@ -158,10 +158,10 @@ class StrategyRules:
         return (predicted.exact(asked, usual),)
 
     def _loss(self, asked: StrategyQuestion) -> float | None:
-        """Return the loss of drop ratios that the client has fixed."""
+        """Return the loss of drop ratios that the client has fixed; of coverages none is known."""
         if asked.csa is None or asked.csa.lossless or len(asked.places) == 1:
             return 0.0
-        if self._accuracy is None:
+        if self._accuracy is None or asked.csa.coverages is not None:
             return None
         return predicted_loss(self._accuracy, asked, self._shape.layers)
 
@@ -192,6 +192,9 @@ class StrategyRules:
             )
         if csa.ntp_only:
             return StrategyChoice(strategy=SPARSE, reason=f"SP-NTP, which {csa.ntp_only} needs")
+        if csa.coverages is not None and not csa.lossless:
+            reason = "SP-NTP, where a coverage saves bytes; how many is known when it is computed"
+            return StrategyChoice(strategy=SPARSE, reason=reason)
         return self._sparse(csa, group, tp, tokens)
 
     def _sparse(self, csa: CsaSettings, group: Topology, tp: int, tokens: int) -> StrategyChoice:

@@ -110,6 +110,7 @@ class DecodeSequences:
                 reserved.sequence_id, {index_of(instance): n for instance, n in slots.items()}
             )
         self._sequences[reserved.sequence_id] = sequence
+        self.prefix_cache.share(reserved.sequence_id, reserved.slices)
 
     def not_reserved(self, command: Reserve) -> None:
         """Answer a reservation for a request that has already ended."""
@@ -153,6 +154,7 @@ class DecodeSequences:
         resident = self.slots.instances_of(sequence_id)
         for index in resident:
             self.slots.release(sequence_id, index)
+        self.prefix_cache.unshare(sequence_id)
         still = self.slots.instances_of(incoming(sequence_id))
         self.notify_freed(sequence_id, [index for index in resident if index not in still])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from csps.protocols.core.placement import KvSlice, Span, outside, tokens_on, within
+from csps.protocols.core.placement import KvSlice, Span, joined, outside, tokens_on, within
 from csps.protocols.gang.messages import EvictKv, RetainKv
 from csps.services.scheduling.events.events import (
     GangId,
@@ -80,6 +80,9 @@ class Slots:
 class SimulatedPrefixCache:
     """The prefix cache of one gang: retained slices by source sequence.
 
+    Sequences share what they reuse. When its name is evicted, the first of those that share it has
+    its slots from then on, as on ranks, which count the names of a slot.
+
     Args:
         slots: the slots of its instances.
     """
@@ -87,6 +90,8 @@ class SimulatedPrefixCache:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._stored: dict[SequenceId, tuple[KvSlice, ...]] = {}
+        self._shared: dict[SequenceId, tuple[KvSlice, ...]] = {}
+        """Slices of others that a sequence reuses, or has retained, by its id."""
 
     @property
     def tokens(self) -> int:
@@ -99,12 +104,25 @@ class SimulatedPrefixCache:
             reused.tokens
             == sum(
                 stored.span.intersection(reused.span).length
-                for stored in self._stored.get(reused.source, ())
+                for stored in self._named(reused.source)
                 if stored.instance == reused.instance
             )
             for reused in slices
             if reused.source
         )
+
+    def _named(self, sequence: SequenceId) -> tuple[KvSlice, ...]:
+        """Return all slices that can be reused under a sequence's name."""
+        return (*self._stored.get(sequence, ()), *self._shared.get(sequence, ()))
+
+    def share(self, sequence: SequenceId, slices: Iterable[KvSlice]) -> None:
+        """Let a sequence share the slices that it reuses."""
+        self._set_shared(sequence, tuple([reused for reused in slices if reused.source]))
+
+    def unshare(self, sequence: SequenceId) -> None:
+        """Free what a sequence shares, at its end."""
+        self._shared.pop(sequence, None)
+        self._set(sequence, ())
 
     def add(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
         """Retain more of a sequence, whose slots were freed before."""
@@ -112,17 +130,17 @@ class SimulatedPrefixCache:
 
     def apply(self, gang: GangId, message: RetainKv | EvictKv) -> list[Retained]:
         """Apply a message to a gang; return how many tokens each instance still retains."""
-        stored = self._stored.get(message.sequence_id, ())
-        span = Span(message.start, max(message.start, message.stop))
+        sequence, span = message.sequence_id, Span(message.start, max(message.start, message.stop))
+        stored, shared = self._stored.get(sequence, ()), self._shared.get(sequence, ())
         if isinstance(message, RetainKv):
-            left = within(stored, span)
+            left, still = within(stored, span), within(shared, span)
         else:
-            left = tuple(
-                kv_slice.cut(rest) for kv_slice in stored for rest in kv_slice.span.without(span)
-            )
-        self._set(message.sequence_id, left)
+            left, still = _without(stored, span), _without(shared, span)
+        self._set(sequence, left)
+        self._set_shared(sequence, still)
+        self._inherit(sequence, outside(stored, left))
         instances = (instance_id(gang, index) for index in range(len(self._slots.free)))
-        tokens = tokens_on(left)
+        tokens = tokens_on(self._named(sequence))
         return [
             Retained(
                 sequence_id=message.sequence_id, instance=instance, tokens=tokens.get(instance, 0)
@@ -130,11 +148,36 @@ class SimulatedPrefixCache:
             for instance in instances
         ]
 
+    def _inherit(self, source: SequenceId, freed: tuple[KvSlice, ...]) -> None:
+        """Give slices that a sequence has freed to the first that shares them."""
+        for sharer, slices in list(self._shared.items()):
+            inherited = tuple(
+                part
+                for reused in slices
+                if reused.source == source
+                for part in within(freed, reused.span)
+                if part.instance == reused.instance
+            )
+            if inherited:
+                self._set_shared(sharer, outside(slices, inherited))
+                own = (KvSlice.of(part.instance, part.span) for part in inherited)
+                self._set(sharer, joined((*own, *self._stored.get(sharer, ()))))
+                freed = outside(freed, inherited)
+
+    def _set_shared(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
+        self._shared[sequence] = slices
+        if not slices:
+            del self._shared[sequence]
+
     def _set(self, sequence: SequenceId, slices: tuple[KvSlice, ...]) -> None:
         self._slots.assign(("retained", sequence), _by_index(slices))
         self._stored[sequence] = slices
         if not slices:
             del self._stored[sequence]
+
+
+def _without(slices: Iterable[KvSlice], span: Span) -> tuple[KvSlice, ...]:
+    return tuple(kv_slice.cut(rest) for kv_slice in slices for rest in kv_slice.span.without(span))
 
 
 def _by_index(slices: Iterable[KvSlice]) -> dict[int, int]:

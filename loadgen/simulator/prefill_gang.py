@@ -332,6 +332,7 @@ class PrefillGang:
         for chunk, rows in zip(run.step.chunks, rows_of(run.step), strict=True):
             if chunk.retain and chunk.sequence_id in run.wanted:
                 self.prefix_cache.add(chunk.sequence_id, chunk.placement or rows)
+                self.prefix_cache.share(chunk.sequence_id, chunk.history)
 
 
 def _flows(

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -32,7 +37,59 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
 )
 """Bounds of what a client's grammar may cost: some 30 ms to compile the expressions of a grammar,
-15 ms and 5 MB for a token. Memory is 2 KB for a state."""
+15 ms and 5 MB for a token. Memory is 2 KB for a state. They do not bound how long it takes to
+compile a schema: intersections of its parts take time without end."""
+COMPILE_S = 1.0
+"""Limit of the processor time in which a grammar compiles. Large sets of tools take 0.1 s."""
+CACHED_GRAMMARS = 32
+CACHED_TEXT = 2**20
+"""Limits of the compiled grammars that are retained: their number, and the characters of all. One
+takes up to 160 times as many bytes as it has characters."""
+STACK_BYTES = 64 * 2**20
+"""Stack of a thread that follows grammars. llguidance recurses into their rules, and a process
+whose stack overflows dies. The router's parsers, of which one may, have the usual 8 MiB: what they
+have compiled does not overflow a rank's."""
+
+_Result = TypeVar("_Result")
+
+
+class GrammarThread:
+    """A thread that does one thing after another, with a large stack. It ends with the process,
+    whatever it does by then."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._starting = name, threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Return the future result of some work."""
+        future: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._start()
+        self._queue.put(run)
+        return future
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is not None:
+                return
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            finally:
+                threading.stack_size(before)
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
 
 
 class Grammars:
@@ -44,7 +101,10 @@ class Grammars:
 
     def __init__(self, model_dir: Path, vocab: int) -> None:
         self._model_dir, self._vocab = model_dir, vocab
-        self._reading = threading.Lock()
+        self._reading, self._changing = threading.Lock(), threading.Lock()
+        self._compiler = GrammarThread("grammar-compiler")
+        self._compiled: OrderedDict[bytes, tuple[int, Future[LLMatcher]]] = OrderedDict()
+        """Characters and result of the grammars used last, by digest."""
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -54,26 +114,60 @@ class Grammars:
         return LLTokenizer(text, eos_token=ends[0] if ends else None)
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar once.
+        """Compile a grammar once, on this thread.
 
         Raises:
-            InvalidTextError: it is none, or takes more than `LIMITS`.
+            InvalidTextError: it is none, or takes more than `LIMITS` or `COMPILE_S`.
         """
+        with self._reading:
+            _ = self._tokenizer
+        began = time.thread_time()
         self.state(grammar)
+        if time.thread_time() - began > COMPILE_S:
+            raise InvalidTextError(f"the grammar takes longer than {COMPILE_S:g} s to compile")
 
     def state(self, grammar: str, answered: Sequence[int] = ()) -> GrammarState:
-        """Return the state of a grammar after some tokens.
+        """Return the state of a grammar after some tokens; compile it on this thread.
 
         Raises:
             InvalidTextError: the tokens are not a beginning of what it allows.
         """
-        with self._reading:
-            tokenizer = self._tokenizer
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        state = GrammarState(matcher, self._vocab, tokenizer.eos_token)
+        state = self._state(self._compile(grammar))
         for token in answered:
             state.advance(token)
         return state
+
+    def compiled(self, grammar: str) -> Future[LLMatcher]:
+        """Return what `state_of` copies: a compiled grammar, once another thread has made it."""
+        digest = blake2b(grammar.encode(), digest_size=16).digest()
+        with self._changing:
+            if digest not in self._compiled:
+                made = self._compiler.submit(lambda: self._compile(grammar))
+                self._compiled[digest] = len(grammar), made
+            self._compiled.move_to_end(digest)
+            found = self._compiled[digest][1]
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > CACHED_GRAMMARS
+                or sum(size for size, _ in self._compiled.values()) > CACHED_TEXT
+            ):
+                self._compiled.popitem(last=False)
+        return found
+
+    def state_of(self, compiled: LLMatcher) -> GrammarState:
+        """Return the state of a compiled grammar before any token.
+
+        Raises:
+            InvalidTextError: the grammar cannot be followed.
+        """
+        return self._state(compiled.deep_copy())
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        with self._reading:
+            tokenizer = self._tokenizer
+        return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+
+    def _state(self, matcher: LLMatcher) -> GrammarState:
+        return GrammarState(matcher, self._vocab, self._tokenizer.eos_token)
 
 
 class GrammarState:

@@ -2,6 +2,7 @@
 
 A `CsaPlan` has N_v levels, drop ratios p_{l,h,v} and micro-partitions M_{l,v}, and the options that
 the paper leaves open: how levels are read, what scores importance, and what is never dropped.
+Instead of drop ratios a layer may have coverages: shares of attention that kept tokens must reach.
 `CsaSettings` is the same as a request asks for it, before its group is known. The policy chooses
 the instances; levels and micro-partitions are made for that group when the step is launched.
 """
@@ -9,7 +10,7 @@ the instances; levels and micro-partitions are made for that group when the step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby, pairwise
 from typing import Any, Literal, TypeVar
@@ -21,11 +22,13 @@ ALL_QUERIES = 0
 """Value of `CsaPlan.importance_window` that scores by all queries."""
 
 Ratios = tuple[tuple[float, ...], ...]
-"""Drop ratios of levels 2, 3, …; for each level one for all KV heads, or one per KV head."""
+"""Drop ratios or coverages of levels 2, 3, …, or of layers; of each, one for all KV heads or one
+per KV head."""
 
 T = TypeVar("T")
 
 _LARGEST = math.nextafter(1.0, 0.0)
+_SMALLEST = math.nextafter(0.0, 1.0)
 
 
 def halving(drop_ratio: float | Sequence[float], levels: int) -> Ratios:
@@ -46,6 +49,53 @@ def halving(drop_ratio: float | Sequence[float], levels: int) -> Ratios:
     )
 
 
+def squaring(coverage: float | Sequence[float], levels: int) -> Ratios:
+    """Return coverages that are squared from level to level: c_{2+n} = c_2 ^ 2^n.
+
+    Args:
+        coverage: coverage of level 2, for all KV heads or for each one.
+    """
+    # A small dropped mass doubles from level to level, as halving doubles the dropped tokens; and
+    # unlike twice the dropped mass, a square is never 0 or less.
+    by_head = coverage if isinstance(coverage, Sequence) else (coverage,)
+    for share in by_head:
+        _check_coverage(share)
+    return tuple(
+        tuple(max(share ** (2**n), _SMALLEST) for share in by_head) for n in range(levels - 1)
+    )
+
+
+def ratios_text(drop_ratios: Ratios) -> str:
+    """Return ratios by layer as text, such as "0, 0.9, 0.3/0.6" with two KV heads."""
+    return ", ".join("/".join(f"{ratio:g}" for ratio in of_heads) for of_heads in drop_ratios)
+
+
+def parse_ratios(text: str) -> Ratios:
+    """Parse `ratios_text`.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    return tuple(
+        tuple(float(ratio) for ratio in of_heads.split("/")) for of_heads in text.split(", ")
+    )
+
+
+def shortened(drop_ratios: Ratios) -> Ratios:
+    """Return the same ratios with equal ones of all KV heads, or of all last layers, only once."""
+    return trimmed(
+        of_heads[:1] if len(set(of_heads)) == 1 else of_heads for of_heads in drop_ratios
+    )
+
+
+def trimmed(by_layer: Iterable[T]) -> tuple[T, ...]:
+    """Return numbers by layer without the last ones that repeat the one before."""
+    kept = list(by_layer)
+    while len(kept) > 1 and kept[-1] == kept[-2]:
+        kept.pop()
+    return tuple(kept)
+
+
 def kept_tokens(tokens: int, drop_ratio: float, always: int = 0) -> int:
     """Return how many of an SPT's tokens a level keeps, of which `always` are never dropped."""
     # The tolerance is needed because 1 - 0.9 is a little more than a tenth.
@@ -61,6 +111,9 @@ class LayerGroup:
     """First layer after the group, which is layers [first, stop)."""
     drop_ratios: Ratios = ()
     """Drop ratios by level; empty drops nothing."""
+    coverages: Ratios = ()
+    """Coverages by level: shares of the estimated attention mass of an SPT's droppable tokens that
+    its kept ones must reach, in (0, 1]; 1 drops nothing. Empty: `drop_ratios` hold."""
     micro_partitions: tuple[int, ...] = ()
     """M of levels 1, 2, …; empty means 1 everywhere."""
 
@@ -76,25 +129,42 @@ class LayerGroup:
             for ratio in ratios:
                 _check_ratio(ratio)
         for nearer, farther in pairwise(self.drop_ratios):
-            self._check_nested(nearer, farther)
+            _check_nested("drop ratios", nearer, farther, rising=(nearer, farther))
+        self._check_coverages()
         if any(count < 1 for count in self.micro_partitions):
             raise ConfigError(f"micro_partitions {self.micro_partitions}: allowed are 1 and more")
 
-    def _check_nested(self, nearer: tuple[float, ...], farther: tuple[float, ...]) -> None:
-        heads = max(len(nearer), len(farther))
-        if len(nearer) > 1 and len(farther) > 1 and len(nearer) != len(farther):
-            raise ConfigError(f"{len(nearer)} drop ratios of one level, {len(farther)} of the next")
-        if any(_of_head(nearer, h) > _of_head(farther, h) for h in range(heads)):
-            raise ConfigError(
-                f"drop ratios {nearer} of one level and {farther} of the next: a farther level "
-                "may not keep what a nearer one drops"
-            )
+    def _check_coverages(self) -> None:
+        if self.coverages and any(map(any, self.drop_ratios)):
+            raise ConfigError("layers have either drop_ratios or coverages, not both")
+        for shares in self.coverages:
+            if not shares:
+                raise ConfigError(
+                    "a level has no coverages; allowed are one for all KV heads, or one per KV head"
+                )
+            for share in shares:
+                _check_coverage(share)
+        for nearer, farther in pairwise(self.coverages):
+            _check_nested("coverages", nearer, farther, rising=(farther, nearer))
 
     def drop_ratio(self, level: int, kv_head: int) -> float:
         """Return p of a level, counted from 1, and a KV head of the whole model."""
         if level == 1 or not self.drop_ratios:
             return 0.0
         return _of_head(self.drop_ratios[level - 2], kv_head)
+
+    def coverage(self, level: int, kv_head: int) -> float:
+        """Return the coverage of a level, counted from 1, and a KV head of the whole model; 1 drops
+        nothing."""
+        if level == 1 or not self.coverages:
+            return 1.0
+        return _of_head(self.coverages[level - 2], kv_head)
+
+    @property
+    def drops(self) -> bool:
+        """True if a level drops tokens of a KV head."""
+        covering = any(share < 1.0 for shares in self.coverages for share in shares)
+        return covering or any(map(any, self.drop_ratios))
 
     def micro(self, level: int) -> int:
         """Return M of a level, counted from 1."""
@@ -166,6 +236,7 @@ class CsaPlan:
                 )
         for group in self.layer_groups:
             self._check_levels("drop_ratios", group.drop_ratios, self.levels - 1)
+            self._check_levels("coverages", group.coverages, self.levels - 1)
             self._check_levels("micro_partitions", group.micro_partitions, self.levels)
 
     def _check_levels(self, name: str, numbers: Sequence[object], expected: int) -> None:
@@ -177,7 +248,7 @@ class CsaPlan:
     @property
     def lossless(self) -> bool:
         """True if it is exact attention, computed by levels."""
-        dropping = any(any(map(any, group.drop_ratios)) for group in self.layer_groups)
+        dropping = any(group.drops for group in self.layer_groups)
         return self.levels == 1 or not (dropping or self.nested)
 
     @property
@@ -200,15 +271,16 @@ class CsaPlan:
         """Check ratios per KV head against a model.
 
         Raises:
-            ConfigError: there are ratios per KV head, but not `kv_heads` of them.
+            ConfigError: there are ratios or coverages per KV head, but not `kv_heads` of them.
         """
         for group in self.layer_groups:
-            for ratios in group.drop_ratios:
-                if len(ratios) not in (1, kv_heads):
-                    raise ConfigError(
-                        f"{len(ratios)} drop ratios of one level; allowed are one for all KV "
-                        f"heads, or {kv_heads}, one per KV head of the model"
-                    )
+            for name in ("drop_ratios", "coverages"):
+                for of_level in getattr(group, name):
+                    if len(of_level) not in (1, kv_heads):
+                        raise ConfigError(
+                            f"{len(of_level)} {name} of one level; allowed are one for all KV "
+                            f"heads, or {kv_heads}, one per KV head of the model"
+                        )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Check micro-partitions against the SPTs of a step.
@@ -232,9 +304,33 @@ def _of_head(ratios: tuple[float, ...], kv_head: int) -> float:
     return ratios[0] if len(ratios) == 1 else ratios[kv_head]
 
 
+def _check_nested(
+    name: str,
+    nearer: tuple[float, ...],
+    farther: tuple[float, ...],
+    *,
+    rising: tuple[tuple[float, ...], tuple[float, ...]],
+) -> None:
+    """Check numbers of two levels; `rising` are both, and no number of its first may be greater."""
+    heads = max(len(nearer), len(farther))
+    if len(nearer) > 1 and len(farther) > 1 and len(nearer) != len(farther):
+        raise ConfigError(f"{len(nearer)} {name} of one level, {len(farther)} of the next")
+    least, most = rising
+    if any(_of_head(least, h) > _of_head(most, h) for h in range(heads)):
+        raise ConfigError(
+            f"{name} {nearer} of one level and {farther} of the next: a farther level may not keep "
+            "what a nearer one drops"
+        )
+
+
 def _check_ratio(ratio: float) -> None:
     if not 0.0 <= ratio < 1.0:
         raise ConfigError(f"drop ratio {ratio}: allowed are 0 to less than 1")
+
+
+def _check_coverage(share: float) -> None:
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"coverage {share}: allowed are more than 0 to 1")
 
 
 Architecture = Literal["ntp", "tp", "tp_flat"]
@@ -260,6 +356,11 @@ class CsaSettings:
 
     The last entry holds for all further layers. Each farther level keeps half of what the nearer
     one does.
+    """
+    coverages: tuple[tuple[float, ...], ...] | None = None
+    """Coverage of level 2, in (0, 1], by layer and KV head as `drop_ratios`, which must be 0 then.
+
+    Each farther level covers the square of the share before.
     """
     micro_partitions: tuple[tuple[int, ...], ...] | None = None
     """Largest M by layer and by level; the last entries hold for all further ones.
@@ -288,15 +389,27 @@ class CsaSettings:
         # Building a plan for any group checks the rest here, not first when a step is launched.
         for of_heads in self.drop_ratios:
             halving(of_heads, self.levels or MAX_LEVELS)
+        if self.coverages is not None:
+            self._check_coverages(self.coverages)
         if self.levels is not None and self.levels < 1:
             raise ConfigError(f"levels start at 1, not {self.levels}")
         longest_spt = min(map(min, self._micro_partitions))
         self.for_group(("0-0-0",), layers=1, longest_spt=longest_spt)
 
+    def _check_coverages(self, coverages: tuple[tuple[float, ...], ...]) -> None:
+        if not coverages or not all(coverages):
+            raise ConfigError("coverages name a number for every layer")
+        if any(map(any, self.drop_ratios)):
+            raise ConfigError("coverages and drop_ratios exclude each other")
+        for of_heads in coverages:
+            squaring(of_heads, self.levels or MAX_LEVELS)
+
     @property
     def lossless(self) -> bool:
         """True if it is exact attention, computed in parts."""
-        return self.levels == 1 or not (any(map(any, self.drop_ratios)) or self.nested)
+        covering = any(share < 1.0 for of_heads in self.coverages or () for share in of_heads)
+        dropping = covering or any(map(any, self.drop_ratios))
+        return self.levels == 1 or not (dropping or self.nested)
 
     @property
     def ntp_only(self) -> str | None:
@@ -322,7 +435,7 @@ class CsaSettings:
                 LayerGroup(
                     first=run.start,
                     stop=run.stop,
-                    drop_ratios=halving(_of(self.drop_ratios, run.start), levels),
+                    **self._dropping(run.start, levels),
                     micro_partitions=tuple(
                         min(count, longest_spt) for count in self._micro(run.start, levels)
                     ),
@@ -332,6 +445,12 @@ class CsaSettings:
             **{**self._variant(), "drop_queries": self.drop_queries and not every_query},
         )
 
+    def _dropping(self, layer: int, levels: int) -> dict[str, Ratios]:
+        """Return the drop ratios or the coverages of a layer."""
+        if self.coverages is None:
+            return {"drop_ratios": halving(_of(self.drop_ratios, layer), levels)}
+        return {"coverages": squaring(_of(self.coverages, layer), levels)}
+
     def _levels_of(self, locations: Sequence[str]) -> int:
         distinct = len(Topology.of(locations).granularities)
         return distinct if self.levels is None else min(self.levels, distinct)
@@ -339,7 +458,7 @@ class CsaSettings:
     def _variant(self) -> dict[str, Any]:
         """Return the fields that a plan has with the same name and meaning."""
         of_plan = {field.name for field in fields(CsaPlan)}
-        own = ("levels", "drop_ratios", "micro_partitions", "strategy")
+        own = ("levels", "drop_ratios", "coverages", "micro_partitions", "strategy")
         names = (field.name for field in fields(self) if field.name not in own)
         return {name: getattr(self, name) for name in names if name in of_plan}
 
@@ -351,7 +470,11 @@ class CsaSettings:
         """Yield runs of neighboring layers with equal numbers."""
         for _, run in groupby(
             range(layers),
-            key=lambda layer: (_of(self.drop_ratios, layer), _of(self._micro_partitions, layer)),
+            key=lambda layer: (
+                _of(self.drop_ratios, layer),
+                _of(self.coverages or ((1.0,),), layer),
+                _of(self._micro_partitions, layer),
+            ),
         ):
             alike = list(run)
             yield range(alike[0], alike[-1] + 1)

@@ -393,6 +393,26 @@ def within(slices: Iterable[KvSlice], span: Span) -> tuple[KvSlice, ...]:
     return tuple(cut for cut in cuts if cut.tokens)
 
 
+def joined(slices: Iterable[KvSlice]) -> tuple[KvSlice, ...]:
+    """Return the slices, with those that continue one another as one."""
+    found: list[KvSlice] = []
+    last: dict[tuple[int, int], int] = {}
+    """Index of the last slice of each instance and source."""
+    for kv_slice in slices:
+        of = kv_slice.instance, kv_slice.source
+        before = found[last[of]] if of in last else None
+        if (
+            before is not None
+            and before.step == kv_slice.step
+            and before.stop - 1 + before.step == kv_slice.start
+        ):
+            found[last[of]] = before.cut(Span(before.start, kv_slice.stop, before.step))
+        else:
+            last[of] = len(found)
+            found.append(kv_slice)
+    return tuple(found)
+
+
 def outside(slices: Iterable[KvSlice], others: Iterable[KvSlice]) -> tuple[KvSlice, ...]:
     """Return the slices' positions that none of the others has, on whichever instance."""
     slices = list(slices)

@@ -238,7 +238,7 @@ EVERY_POSITION = 1 << 62
 
 class RetainKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`retain`, to rank 0: a sequence with `retain` has ended; keep only these positions of its KV,
-    all computed by the sequence itself.
+    those that it shares with other sequences included.
 
     The sequence leaves its decode batch, if it is in one. Each rank of the gang answers with
     `retained`, or with `freed` if nothing is left. The message may come more than once.
@@ -257,7 +257,7 @@ class RetainKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class EvictKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`evict`, to rank 0: free some retained KV of a sequence that has ended. Answered as `retain`.
 
-    Slots that other sequences reference (`KvSlice.source`) are freed with the last reference.
+    Slots that other sequences share (`KvSlice.source`) are freed with the last of them.
     """
 
     sequence_id: int
@@ -385,6 +385,24 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DroppedMass:
+    """Attention mass that sparse attention dropped of a sequence's chunk, as one rank saw it.
+
+    The sums of all ranks of a group are those of the chunk; the share is `dropped` by `total`.
+    """
+
+    sequence_id: int
+    layers: tuple[int, ...]
+    """Layers that may have dropped tokens; the others dropped none."""
+    first_kv_head: int
+    """Number in the model of the first KV head."""
+    dropped: bytes
+    """Estimated mass of dropped tokens, fp32, by layer and KV head."""
+    total: bytes
+    """Estimated mass of all tokens, likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillDone:
     """`prefill_done`, from each rank of a step's group: computed, and all KV sent and freed."""
 
@@ -412,6 +430,8 @@ class PrefillDone:
     """Portion of `placing_s` spent waiting for other KV."""
     last_layer_s: float = 0.0
     """Computing and communication time of the last layer, whose exchanges deliver no KV."""
+    dropped_mass: tuple[DroppedMass, ...] = ()
+    """Masses of the step's sequences; empty where no layer dropped tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

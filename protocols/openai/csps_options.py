@@ -4,7 +4,9 @@ API."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
@@ -115,26 +117,32 @@ MAX_TOKENS = 2**24
 MAX_LAYERS, MAX_KV_HEADS = 1024, 1024
 """Limits of arrays by layer and by KV head; the configurator knows the model's numbers."""
 MAX_RATIOS = 16_384
-"""Limit of drop ratios in all; those of 80 layers with 128 KV heads are fewer."""
+"""Limit of drop ratios, or of coverages, in all; those of 80 layers with 128 KV heads are fewer."""
 MAX_MICRO_PARTITIONS = 64
 """Limit of micro-partitions; each is a message from every rank to every other one, in every
 layer."""
 
 
-def _drop_ratios(value: Any) -> tuple[tuple[float, ...], ...]:
-    """Parse drop ratios: 0.5 for all, [0, 0.5] by layer, [0, [0.5, 0.9]] by layer and KV head."""
+def _by_layer_and_head(parse: Callable[[Any], float], value: Any) -> tuple[tuple[float, ...], ...]:
+    """Parse numbers: 0.5 for all, [0, 0.5] by layer, [0, [0.5, 0.9]] by layer and KV head."""
     by_layer = [
         _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")
         for of_layer in _one_or_more(value, MAX_LAYERS, "by layer")
     ]
     if (count := sum(map(len, by_layer))) > MAX_RATIOS:
         fail(f"at most {MAX_RATIOS} numbers are supported, got {count}")
-    return tuple(tuple(map(_drop_ratio, of_layer)) for of_layer in by_layer)
+    return tuple(tuple(map(parse, of_layer)) for of_layer in by_layer)
 
 
 def _drop_ratio(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < 1:
         fail(f"must be at least 0 and less than 1, got {shown(value)}")
+    return float(value)
+
+
+def _coverage(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        fail(f"must be more than 0 and at most 1, got {shown(value)}")
     return float(value)
 
 
@@ -167,10 +175,22 @@ class _CsaOptions(JsonModel):
     """N_v."""
     drop_ratio: Annotated[
         tuple[tuple[float, ...], ...] | None,
-        PlainValidator(_drop_ratios, json_schema_input_type=float | list[float | list[float]]),
+        PlainValidator(
+            partial(_by_layer_and_head, _drop_ratio),
+            json_schema_input_type=float | list[float | list[float]],
+        ),
     ] = None
     """p of level 2, in [0, 1): a number, or an array by layer, whose items may be arrays by KV
     head. The last item holds for all further layers."""
+    coverage: Annotated[
+        tuple[tuple[float, ...], ...] | None,
+        PlainValidator(
+            partial(_by_layer_and_head, _coverage),
+            json_schema_input_type=float | list[float | list[float]],
+        ),
+    ] = None
+    """Share of the estimated attention that kept tokens must reach at level 2, in (0, 1], by layer
+    and KV head as `drop_ratio`, of which it takes the place."""
     micro_partitions: Annotated[
         tuple[tuple[int, ...], ...] | None,
         PlainValidator(_micro_partitions, json_schema_input_type=int | list[int | list[int]]),
@@ -207,6 +227,8 @@ class _CsaOptions(JsonModel):
                 "attend to is known only when the layer is over",
                 "importance_window",
             )
+        if self.coverage is not None and self.drop_ratio is not None:
+            fail("excludes 'drop_ratio'", "coverage")
         only = ntp_only(nested=self.nested, decode_kept_only=self.decode_kept_only)
         if self.strategy in ("tp", "tp_flat") and only is not None:
             fail(f"must be 'ntp' with {only}, not '{self.strategy}'", "strategy")
@@ -273,19 +295,20 @@ def leaves_open(options: CspsRequestOptions, given: tuple[str, ...]) -> bool:
     """Return whether the configurator may choose, within bounds, which keys attention drops.
 
     It may for a request with bounds and no attention of its own, and for sparse attention without a
-    drop ratio.
+    drop ratio or a coverage.
 
     Args:
         given: result of `given_of_csa`.
     """
     if options.attention == "csa":
-        by_hand = {"drop_ratios", "nested", "decode_kept_only"}
+        by_hand = {"drop_ratios", "coverages", "nested", "decode_kept_only"}
         return not by_hand & set(given)
     return options.attention == "auto" and options.ring is None and objective(options).bounded
 
 
 _CSA_OPTIONS = {field.name: field.name for field in fields(CsaSettings)} | {
-    "drop_ratios": "drop_ratio"
+    "drop_ratios": "drop_ratio",
+    "coverages": "coverage",
 }
 """Names of options by field of `CsaSettings`."""
 
@@ -302,12 +325,8 @@ def csa_settings(options: CspsRequestOptions) -> CsaSettings:
 
     With an importance window the default `importance_layer` is "same".
     """
-    given = {
-        name: getattr(options, name) for name in given_of_csa(options) if name != "drop_ratios"
-    }
+    given = {name: getattr(options, _CSA_OPTIONS[name]) for name in given_of_csa(options)}
     settings = CsaSettings(**given)
-    if options.drop_ratio is not None:
-        settings = replace(settings, drop_ratios=options.drop_ratio)
     if "importance_layer" in given or settings.importance_window == ALL_QUERIES:
         return settings
     # The layer before may look at other keys than this one, which models of few layers show

@@ -468,6 +468,7 @@ class _Choice:
     ) -> None:
         self.index, self.spec = index, spec
         self._tokenizer, self._skip_special = tokenizer, options.skip_special_tokens
+        self._explains = options.explain
         self.handle: RequestHandle | None = None
         """Handle, once it is submitted."""
         self.after: _Choice | None = None
@@ -526,6 +527,8 @@ class _Choice:
                 self.reason = deltas[-1].finish_reason if deltas else None
                 if self._answer.stopped:
                     self.handle.cancel("stop")
+                if self.reason is not None and self._explains:
+                    await self.handle.wait_for_dropped_mass()
                 if deltas:
                     yield deltas
                 if self._answer.cancelled:

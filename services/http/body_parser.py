@@ -345,7 +345,7 @@ class BodyParser:
                 self._answer(request, endpoint),
                 begins_with=last.content if request.echo and last.role == "assistant" else "",
                 tool_format=tool_format,
-                # A grammar ends an answer itself. Cut by the router, none of its KV would be kept.
+                # A grammar ends an answer itself, with a token that the router would cut off.
                 parallel_calls=request.parallel_tool_calls or bounded,
                 reasoning=reasoning,
                 # The marks between the messages of an answer are special tokens.

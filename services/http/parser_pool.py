@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from csps.protocols.core.errors import DeadlineExceeded, from_wire
+from csps.protocols.core.errors import DeadlineExceeded, InvalidRequest, from_wire
 from csps.protocols.rpc.schema import pack, unpack
 from csps.services.http import parser_process
 from csps.services.http.body_parser import (
@@ -56,6 +56,9 @@ UNWANTED_PARSE_S = 1.0
 """How long a process may go on with a body whose client has gone. Killing it at once would cost
 more than most bodies do: a new process takes half a second of a processor to start."""
 TOO_LARGE = "The request body takes too much memory to parse."
+TOO_DEEP = (
+    "The request body cannot be parsed: something in it, such as a grammar, nests too deeply."
+)
 _SLICE_BYTES = 256 * 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -173,6 +176,8 @@ class _ProcessEnded(RuntimeError):
         """What the client gets if it happens again."""
         if status == -signal.SIGKILL:  # by the kernel, which ran out of memory
             self.error = PayloadTooLarge(TOO_LARGE)
+        elif status in (-signal.SIGSEGV, -signal.SIGABRT):  # its stack overflowed
+            self.error = InvalidRequest(TOO_DEEP)
 
 
 class _ParserProcess:

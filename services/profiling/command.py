@@ -26,6 +26,7 @@ from csps.configurator.model.scaling_information_base import (
     FitRow,
     LinkRow,
     ScalingInformationBase,
+    SpreadRow,
     StepRow,
 )
 from csps.configurator.regressors.accuracy import shipped_accuracy
@@ -49,7 +50,12 @@ from csps.services.measured.measured_groups import BETWEEN, INSIDE, kind_of
 from csps.services.measured.scheduler_inputs import LATENCY
 from csps.services.profiling.accuracy.chosen_points import ChosenPoints
 from csps.services.profiling.accuracy.profile import QUICK as QUICK_POINTS
-from csps.services.profiling.accuracy.profile import AccuracyProfile, Enumeration, accuracy_lines
+from csps.services.profiling.accuracy.profile import (
+    AccuracyProfile,
+    Enumeration,
+    accuracy_lines,
+    spread_lines,
+)
 from csps.services.profiling.accuracy.questions import QUESTIONS, ROUND
 from csps.services.profiling.links import (
     LOOPBACK,
@@ -251,7 +257,10 @@ def _accuracy(
     if arguments.lengths:
         points = replace(points, lengths=tuple(sorted(arguments.lengths)))
     if arguments.groups:
-        points = replace(points, group_shapes=tuple(arguments.groups))
+        layered = [shape for shape in points.layered_shapes if shape in arguments.groups]
+        points = replace(
+            points, group_shapes=tuple(arguments.groups), layered_shapes=tuple(layered)
+        )
     if arguments.bounds:
         shipped = shipped_accuracy(weights)
         points = ChosenPoints(
@@ -292,7 +301,10 @@ def _show(
         lines = list(phase_lines(base, settings))
     elif section == "accuracy":
         layers = read_spec(settings.model_dir, settings.model_overrides).layers
-        lines = list(accuracy_lines(base.rows(AccuracyRow), layers=layers))
+        lines = [
+            *accuracy_lines(base.rows(AccuracyRow), layers=layers),
+            *spread_lines(base.rows(SpreadRow)),
+        ]
     elif section == "ring":
         lines = list(ring_lines(base.rows(StepRow), fit_rings(base)))
     else:

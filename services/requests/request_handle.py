@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,7 +24,7 @@ from opentelemetry.util.types import AttributeValue
 from csps.protocols.attention.plan import AttentionPlan
 from csps.protocols.core.errors import RequestError
 from csps.protocols.core.placement import KvSlice
-from csps.protocols.gang.messages import FinishReason, PrefillDone, SampledToken
+from csps.protocols.gang.messages import DroppedMass, FinishReason, PrefillDone, SampledToken
 from csps.protocols.rpc import trace_context
 from csps.services.requests.prompt_logprobs import KnownPromptLogprobs
 from csps.services.requests.request_spec import RequestSpec
@@ -118,6 +119,43 @@ def _hidden(figures: Sequence[PrefillDone]) -> float | None:
     return max(0.0, 1.0 - sum(figure.communication_s for figure in figures) / total_s)
 
 
+class DroppedMassByLayer:
+    """Estimated attention mass that an attempt's prefill dropped, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._layers: dict[int, tuple[float, float]] = {}
+        """Sum over chunks of tokens times mean share, and share of the worst KV head, by layer."""
+
+    def add_chunk(self, tokens: int, reports: Sequence[DroppedMass]) -> None:
+        """Add a chunk of so many tokens, as the ranks of its group reported it."""
+        self._tokens += tokens
+        sums: dict[int, dict[int, NDArray[np.float64]]] = defaultdict(dict)
+        for report in reports:
+            shape = 2, len(report.layers), -1
+            masses = np.frombuffer(report.dropped + report.total, np.float32).reshape(shape)
+            for layer, of_layer in zip(report.layers, masses.swapaxes(0, 1), strict=True):
+                for head, of_head in enumerate(of_layer.T, start=report.first_kv_head):
+                    sums[layer][head] = sums[layer].get(head, np.zeros(2)) + of_head
+        for layer, of_heads in sums.items():
+            shares = [float(dropped / total) for dropped, total in of_heads.values() if total]
+            weighted, worst = self._layers.get(layer, (0.0, 0.0))
+            mean = sum(shares) / max(1, len(shares))
+            self._layers[layer] = weighted + tokens * mean, max(worst, *shares, 0.0)
+
+    def by_layer(self) -> list[dict[str, float]]:
+        """Return the share of attention that each layer dropped: the mean over KV heads and chunks,
+        and that of the worst KV head of a chunk. Layers that may drop nothing are left out."""
+        return [
+            {"layer": layer, "mean": weighted / self._tokens, "worst_head": worst}
+            for layer, (weighted, worst) in sorted(self._layers.items())
+        ]
+
+
+REPORT_WAIT_S = 2.0
+"""Longest time that an answer with `explain` waits for what ranks report of its prefill."""
+
+
 @dataclass(slots=True)
 class Marks:
     """Times (`time.monotonic()`, seconds) at which an attempt reached each state."""
@@ -131,6 +169,9 @@ class Marks:
     """The attempt's first step was sent."""
     prefilled: float | None = None
     """The attempt's prefill sampled a token."""
+    in_step_s: float | None = None
+    """Seconds that the step of the whole prompt queued, computed and communicated on the slowest
+    rank; None before it ended, and for prompts in several steps."""
     first_token: float | None = None
     """First token of the answer, whichever attempt sampled it."""
     joined: float | None = None
@@ -231,6 +272,10 @@ class RequestHandle:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.timings = Timings()
+        self.dropped_mass = DroppedMassByLayer()
+        """Attention mass that the last attempt dropped."""
+        self.prefill_reported = asyncio.Event()
+        """Set when all ranks have reported the last step of the prompt."""
         self.line = QueuePosition()
         self.marks = Marks()
         self.elastic: list[ElasticEvent] = []
@@ -381,6 +426,7 @@ class RequestHandle:
         self.state = "reserving"
         self.prefilled_up_to(self.cached_tokens)
         self.timings.attempts += 1
+        self.dropped_mass = DroppedMassByLayer()
         self.marks.placed = time.monotonic()
 
     def launched(self) -> None:
@@ -392,19 +438,41 @@ class RequestHandle:
         self.timings.queue_s = placed - marks.queued
         self.timings.plan_s = now - placed
 
-    def expect_first_token(self, at_ns: int, overhead_ns: int = 0) -> None:
+    def expect_first_token(self, at_ns: int, overhead_ns: int = 0, error: float = 0.0) -> None:
         """Predict the first token from the end of the last step sent so far.
 
         Args:
             at_ns: predicted end of that step (`time.monotonic_ns()`).
             overhead_ns: time that bounds on TTFT leave room for.
+            error: relative error of the time that is left until then.
         """
         if self.plan is not None and self.marks.first_token is None:
             ttft_ms = (at_ns / 1e9 - self.marks.submitted) * 1e3
-            met = self.spec.objective.met(
-                ttft_ms + overhead_ns / 1e6, self.plan.predicted_accuracy_loss
-            )
+            met = self.met(at_ns, self.plan.predicted_accuracy_loss, overhead_ns, error)
             self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms, bounds_met=met)
+
+    def met(
+        self, at_ns: int, loss: float | None, overhead_ns: int = 0, error: float = 0.0
+    ) -> bool | None:
+        """Return whether a step meets the bounds (`Objective.met`).
+
+        What the request has waited so far is measured, so only the rest of the prediction errs.
+
+        Args:
+            loss: predicted loss of the step's option.
+        """
+        ttft_ms = (at_ns / 1e9 - self.marks.submitted) * 1e3
+        error_ms = error * max(0.0, at_ns / 1e9 - time.monotonic()) * 1e3
+        return self.spec.objective.met(ttft_ms + overhead_ns / 1e6, loss, error_ms)
+
+    @property
+    def overhead_s(self) -> float | None:
+        """Return the part of the time to first token that was neither waiting nor the prompt's
+        step; None before both ended, and for prompts in several steps."""
+        marks = self.marks
+        if marks.placed is None or marks.first_token is None or marks.in_step_s is None:
+            return None
+        return max(0.0, marks.first_token - marks.placed - marks.in_step_s)
 
     def prefilled_up_to(self, tokens: float) -> None:
         """Record that ranks have computed so many tokens of the prompt."""
@@ -482,12 +550,23 @@ class RequestHandle:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    async def wait_for_dropped_mass(self) -> None:
+        """Wait until it is known what the prefill dropped, if it dropped anything.
+
+        A short answer ends before the last KV is sent, and ranks report a step when it is.
+        """
+        plan = self.plan
+        if plan is not None and plan.csa is not None and not plan.csa.lossless:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.prefill_reported.wait(), REPORT_WAIT_S)
+
     def explain(self) -> dict[str, Any]:
-        """Return the extension field `csps.explain`: plan, placement, timings."""
+        """Return the extension field `csps.explain`: plan, placement, timings, dropped mass."""
         return {
             "plan": asdict(self.plan) if self.plan else None,
             "placement": _explained_placement(self.placement) if self.placement else None,
             "timings": asdict(self.timings),
+            "dropped_mass": self.dropped_mass.by_layer(),
         }
 
 

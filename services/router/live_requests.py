@@ -89,7 +89,6 @@ class LiveRequests:
     Args:
         observer: receives what happens to requests, for metrics.
         post_event: takes events for the scheduler.
-        on_first_token: called with the handle at the answer's first token, to learn latencies.
         limiter: counts what API keys use.
         on_ended: called with each admitted request that has ended.
     """
@@ -98,12 +97,11 @@ class LiveRequests:
         self,
         observer: RequestObserver,
         post_event: Callable[[AnyEvent], None],
-        on_first_token: Callable[[RequestHandle], None],
         limiter: KeyLimiter,
         on_ended: Callable[[RequestHandle], None] = lambda handle: None,
     ) -> None:
         self._observer, self._post_event, self._on_ended = observer, post_event, on_ended
-        self._on_first_token, self._limiter = on_first_token, limiter
+        self._limiter = limiter
         self._live: dict[RequestId, RequestHandle] = {}
         self._queue = QueueWatch()
         self._unread = UnreadTokens()
@@ -242,15 +240,15 @@ class LiveRequests:
         handle = sequence.handle
         if (gap_s := handle.deliver(token)) is None:
             self._observer.first_token(handle)
-            self._on_first_token(handle)
         else:
             self._observer.token(handle, gap_s)
         if token.finish_reason is not None:
             self._finish(handle, token.finish_reason)
-            hashes = handle.answer_hashes if sequence.command.message.retain else ()
             self._post_event(
                 Finished(
-                    sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes
+                    sequence_id=sequence.id,
+                    generated_tokens=sequence.next_index,
+                    hashes=_retained_hashes(handle, sequence),
                 )
             )
             self.end(sequence)
@@ -338,7 +336,7 @@ class LiveRequests:
 
     def revoke(self, handle: RequestHandle) -> None:
         """End a request whose API key was revoked."""
-        self._post_event(_cancelled(handle))
+        self._post_cancelled(handle)
         self.fail(handle, Unauthorized(KEY_REVOKED))
 
     def _end_slow(self, handle: RequestHandle) -> None:
@@ -351,13 +349,24 @@ class LiveRequests:
             handle.spec.client_request_id, unread,
         )  # fmt: skip
         handle.drop_unread()
-        self._post_event(_cancelled(handle))
+        self._post_cancelled(handle)
         self.fail(
             handle, ClientTooSlow(f"The answer is read too slowly: {unread} tokens were unread.")
         )
 
+    def _post_cancelled(self, handle: RequestHandle) -> None:
+        """Tell the scheduler that nobody wants the rest of an answer."""
+        sequence = None if handle.sequence_id is None else self.serving(handle.sequence_id)
+        self._post_event(
+            RequestCancelled(
+                request_id=handle.request_id,
+                generated_tokens=handle.timings.tokens,
+                hashes=_retained_hashes(handle, sequence),
+            )
+        )
+
     def _cancel(self, handle: RequestHandle) -> None:
-        self._post_event(_cancelled(handle))
+        self._post_cancelled(handle)
         self._finish(handle, handle.finish_reason or "cancelled")
 
     def _finish(self, handle: RequestHandle, reason: FinishReason) -> None:
@@ -376,5 +385,7 @@ class LiveRequests:
             self.none_left.set()
 
 
-def _cancelled(handle: RequestHandle) -> RequestCancelled:
-    return RequestCancelled(request_id=handle.request_id, generated_tokens=handle.timings.tokens)
+def _retained_hashes(handle: RequestHandle, sequence: LiveSequence | None) -> tuple[bytes, ...]:
+    """Return the hashes of the answer's blocks, if the sequence's KV is retained."""
+    retained = sequence is not None and sequence.command.message.retain
+    return handle.answer_hashes if retained else ()

@@ -44,11 +44,10 @@ class KnownKv:
         return length
 
     def learn(self, sequence_id: int, slices: Iterable[KvSlice], stop: int) -> None:
-        """Note KV that a sequence has computed; positions before `stop` are retained."""
+        """Note KV that has a sequence's name; positions before `stop` are retained."""
         for part in slices:
-            if not part.source:
-                kept = (position for position in part.span.positions if position < stop)
-                self._places.update(dict.fromkeys(kept, (sequence_id, part.instance)))
+            kept = (position for position in part.span.positions if position < stop)
+            self._places.update(dict.fromkeys(kept, (sequence_id, part.instance)))
 
     def forget(self, sequence_id: int, spans: Iterable[Span] = (Span(0, 2**62),)) -> None:
         """Forget KV that a sequence has computed, in these spans."""
@@ -252,13 +251,21 @@ class Talk:
         kept = Span(0, stop if self.rng.random() < 0.7 else self.rng.randint(0, stop))
         if not (self.in_place or self.rode or request.chunk().decoded):
             kept = Span(0, 0)  # it was not sent
-        own = [kv_slice for kv_slice in (*request.slices, *answer_holders) if not kv_slice.source]
-        self.decoded.learn(sequence_id, own, kept.stop)
+        named = [*request.slices, *answer_holders]
+        before = self.decoded.origins()
+        if takes_over := self.rng.random() < 0.5:
+            self.decoded.learn(sequence_id, named, kept.stop)
+        else:
+            own = [kv_slice for kv_slice in named if not kv_slice.source]
+            self.decoded.learn(sequence_id, own, kept.stop)
         left = await cell.retain_or_evict(
             cell.decode, RetainKv(sequence_id=sequence_id, start=kept.start, stop=kept.stop)
         )
-        expected = sum(kv_slice.span.intersection(kept).length for kv_slice in own)
+        expected = sum(kv_slice.span.intersection(kept).length for kv_slice in named)
         assert left == expected * cell.decode.tp
+        if takes_over:
+            for source in sorted(before - self.decoded.origins()):
+                assert await cell.retain_or_evict(cell.decode, EvictKv(sequence_id=source)) == 0
         if not self.in_place and self.rng.random() < 0.3:
             released = Span(self.rng.randint(0, stop), stop)
             self.prefilled.forget(sequence_id, [released])

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import random
-from collections.abc import Iterator
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
+from bounded_schemas import bounded_schemas
+from llguidance import LLMatcher
 from tiny_checkpoints import make_tokenizer
 
 from csps.actors.sampling.batch_sampler import Sample, sample_batch
+from csps.actors.sampling.grammar_mask import COMPILE_WAIT_S
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
-from csps.models.tokenizers.grammar import Grammars, json_grammar, regex_grammar
+from csps.models.network.checkpoint_json import InvalidTextError
+from csps.models.tokenizers.grammar import (
+    CACHED_GRAMMARS,
+    CACHED_TEXT,
+    COMPILE_S,
+    Grammars,
+    json_grammar,
+    regex_grammar,
+)
 from csps.models.tokenizers.tokenizer import Tokenizer
-from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.core.errors import DeadlineExceeded, InvalidRequest
 from csps.protocols.gang.messages import SamplerInputs, Sampling
 from csps.protocols.rpc.schema import encode
 
@@ -40,6 +51,21 @@ def grammars(folder: Path) -> Grammars:
     return Grammars(folder, VOCAB)
 
 
+class SlowCompiles:
+    """Counts what is compiled, and lets it wait until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on, self.count = threading.Event(), 0
+        compile_now = Grammars._compile
+
+        def compile_later(grammars: Grammars, grammar: str) -> LLMatcher:
+            self.count += 1
+            assert self.go_on.wait(60), "nobody lets it go on"
+            return compile_now(grammars, grammar)
+
+        monkeypatch.setattr(Grammars, "_compile", compile_later)
+
+
 def logits_of(seed: int, index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * seed + index)
     return 2 * torch.randn(1, VOCAB, generator=generator)
@@ -51,51 +77,9 @@ def sampled(sampler: TokenSampler, seed: int, index: int) -> Sample:
     return sample
 
 
-def schemas(count: int) -> Iterator[dict[str, Any]]:
-    """Yield schemas of many shapes that bound every length."""
-    drawn = random.Random(5)
-
-    def value(depth: int) -> dict[str, Any]:
-        leaves: list[dict[str, Any]] = [
-            {"type": "boolean"},
-            {"type": "null"},
-            {"enum": ["red", "né", 'q"q', 7, None]},
-            {"const": {"k": [1, "x"]}},
-            {"type": "integer", "minimum": -50, "maximum": drawn.randint(0, 5000)},
-            {"type": "string", "maxLength": drawn.randint(0, 9)},
-            {"type": "string", "pattern": "^[a-f]{1,4}(-[0-9]{2})?$"},
-            {"type": "string", "format": "date"},
-        ]
-        inner = [
-            lambda: {
-                "type": "array",
-                "items": value(depth - 1),
-                "minItems": drawn.randint(0, 1),
-                "maxItems": drawn.randint(1, 3),
-            },
-            lambda: {"anyOf": [value(depth - 1), value(depth - 1)]},
-            lambda: record(depth - 1),
-        ]
-        if depth and drawn.random() < 0.6:
-            return drawn.choice(inner)()
-        return drawn.choice(leaves)
-
-    def record(depth: int) -> dict[str, Any]:
-        names = [f"f{number}" for number in range(drawn.randint(1, 4))]
-        return {
-            "type": "object",
-            "properties": {name: value(depth) for name in names},
-            "required": names[: drawn.randint(0, len(names))],
-            "additionalProperties": False,
-        }
-
-    for _ in range(count):
-        yield record(2)
-
-
 def check_answers(grammars: Grammars, tokenizer: Tokenizer, *, kinds: int, answers: int) -> None:
     """Check random answers, each of which another rank goes on with somewhere."""
-    for number, schema in enumerate(schemas(kinds)):
+    for number, schema in enumerate(bounded_schemas(kinds)):
         grammar = json_grammar(schema)
         for answer in range(answers):
             seed = answers * number + answer
@@ -141,6 +125,53 @@ def test_a_move_goes_on_with_the_tokens_that_an_undisturbed_answer_has(grammars:
         moved.catch_up(tokens[:at])
         moved.catch_up(tokens[:at])  # what it has counted already, it does not count again
         assert [sampled(moved, 1, index).token for index in range(at, 30)] == tokens[at:]
+
+
+def test_rows_do_not_wait_for_a_grammar_that_compiles_slowly(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own row fails for now. Another attempt finds it compiled, and it is compiled once."""
+    grammars, compiles = Grammars(folder, VOCAB), SlowCompiles(monkeypatch)
+    slow = Sampling(grammar=regex_grammar("[a-c]{9}"))
+    samplers = [TokenSampler(slow, VOCAB, grammars=grammars), TokenSampler(Sampling(), VOCAB)]
+    samplers += [TokenSampler(slow, VOCAB, grammars=grammars) for _ in range(14)]
+    began = time.monotonic()
+    failed, fine, *others = sample_batch(samplers, logits_of(1, 0).repeat(16, 1), [0] * 16)
+    assert time.monotonic() - began < 8 * COMPILE_WAIT_S, "each row has waited"
+    assert isinstance(fine, Sample)
+    for sample in (failed, *others):
+        assert isinstance(sample, DeadlineExceeded)
+    compiles.go_on.set()
+    grammars.compiled(slow.grammar).result(10)
+    again = sampled(TokenSampler(slow, VOCAB, grammars=grammars), 1, 0)
+    assert ord("a") - 33 <= again.token <= ord("c") - 33
+    assert compiles.count == 1
+
+
+def test_compiled_grammars_are_dropped_beyond_their_limits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, compiles = Grammars(folder, VOCAB), SlowCompiles(monkeypatch)
+    compiles.go_on.set()
+    for number in range(CACHED_GRAMMARS + 1):
+        grammars.compiled(regex_grammar(f"a{number}")).result(10)
+    grammars.compiled(regex_grammar("a1"))
+    assert compiles.count == CACHED_GRAMMARS + 1
+    grammars.compiled(regex_grammar("a0")).result(10)
+    assert compiles.count == CACHED_GRAMMARS + 2
+    large = regex_grammar("b" * (CACHED_TEXT - 100))
+    grammars.compiled(large).result(10)
+    grammars.compiled(regex_grammar("a1")).result(10)
+    assert compiles.count == CACHED_GRAMMARS + 4, "the large one has replaced all"
+
+
+def test_a_grammar_that_takes_long_to_compile_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = itertools.count(0.0, 1.5 * COMPILE_S)
+    monkeypatch.setattr("time.thread_time", lambda: next(times))
+    with pytest.raises(InvalidTextError, match="longer than 1 s to compile"):
+        grammars.check(regex_grammar("a"))
 
 
 def test_a_row_without_a_grammar_is_sampled_as_if_it_were_alone(grammars: Grammars) -> None:

@@ -39,23 +39,23 @@ def step_of(
 def test_kv_sent_whole_is_freed_with_its_step() -> None:
     lifetime, step = KvLifetime(), step_of(1, 7, 8)
     lifetime.enter(step)
-    assert lifetime.finalize(step, cancelled=False).freed == [7, 8]
+    assert lifetime.finalize(step, cancelled=False) == [7, 8]
 
 
 def test_a_chunk_remains_until_the_last_one_is_sent() -> None:
     lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
     lifetime.enter(first)
     lifetime.enter(second)
-    assert lifetime.finalize(first, cancelled=False).freed == []
-    assert lifetime.finalize(second, cancelled=False).freed == [7]
+    assert lifetime.finalize(first, cancelled=False) == []
+    assert lifetime.finalize(second, cancelled=False) == [7]
 
 
 def test_an_earlier_chunk_may_be_sent_after_the_last() -> None:
     lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
     lifetime.enter(first)
     lifetime.enter(second)
-    assert lifetime.finalize(second, cancelled=False).freed == []
-    assert lifetime.finalize(first, cancelled=False).freed == [7]
+    assert lifetime.finalize(second, cancelled=False) == []
+    assert lifetime.finalize(first, cancelled=False) == [7]
 
 
 def test_a_cancelled_sequence_has_its_history_while_a_step_may_read_it() -> None:
@@ -63,8 +63,8 @@ def test_a_cancelled_sequence_has_its_history_while_a_step_may_read_it() -> None
     lifetime.enter(first)
     lifetime.enter(second)
     assert not lifetime.cancel(7)
-    assert lifetime.finalize(first, cancelled=True).freed == []
-    assert lifetime.finalize(second, cancelled=False).freed == [7, 8]
+    assert lifetime.finalize(first, cancelled=True) == []
+    assert lifetime.finalize(second, cancelled=False) == [7, 8]
 
 
 def test_idle_kv_is_freed_when_it_is_cancelled() -> None:
@@ -84,8 +84,8 @@ def test_a_step_dropped_before_its_cancellation_arrives_frees_its_kv() -> None:
     lifetime, first, second = KvLifetime(), step_of(1, 7, last=False), step_of(2, 7)
     lifetime.enter(first)
     lifetime.enter(second)
-    assert lifetime.finalize(first, cancelled=True).freed == []
-    assert lifetime.finalize(second, cancelled=False).freed == [7], "it was given up before"
+    assert lifetime.finalize(first, cancelled=True) == []
+    assert lifetime.finalize(second, cancelled=False) == [7], "it was given up before"
 
 
 def test_cancelling_everything_frees_what_no_step_needs() -> None:
@@ -94,7 +94,7 @@ def test_cancelling_everything_frees_what_no_step_needs() -> None:
     lifetime.finalize(kept, cancelled=False)
     lifetime.enter(waiting)
     assert lifetime.cancel_all() == {7}
-    assert lifetime.finalize(waiting, cancelled=True).freed == [8]
+    assert lifetime.finalize(waiting, cancelled=True) == [8]
 
 
 def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> None:
@@ -103,8 +103,8 @@ def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> No
     lifetime.enter(first)
     lifetime.enter(second)
     assert not lifetime.leave_batch(7)
-    assert lifetime.finalize(first, cancelled=False).freed == []
-    assert lifetime.finalize(second, cancelled=True).freed == [7]
+    assert lifetime.finalize(first, cancelled=False) == []
+    assert lifetime.finalize(second, cancelled=True) == [7]
     assert lifetime.pop_left(7)
     assert not lifetime.pop_left(7)
 
@@ -112,7 +112,7 @@ def test_a_sequence_that_leaves_the_batch_during_a_step_is_freed_with_it() -> No
 def test_a_sequence_that_leaves_the_batch_after_its_last_step_is_freed_at_once() -> None:
     lifetime, step = KvLifetime(), step_of(1, 7, sent=False)
     lifetime.enter(step)
-    assert lifetime.finalize(step, cancelled=False).freed == []
+    assert lifetime.finalize(step, cancelled=False) == []
     assert lifetime.leave_batch(7)
     assert not lifetime.pop_left(7)
     assert lifetime.cancel_all() == set()
@@ -123,17 +123,14 @@ def test_a_sequence_that_is_decoded_here_is_not_over_with_its_prompt() -> None:
     lifetime, step = KvLifetime(), step_of(1, 7, sent=False)
     lifetime.retain_at_end(7)
     lifetime.enter(step)
-    assert lifetime.finalize(step, cancelled=False) == ([], [])
+    assert lifetime.finalize(step, cancelled=False) == []
 
 
 def test_retained_kv_is_freed_when_it_is_cancelled() -> None:
     lifetime, step = KvLifetime(), step_of(1, 7, retain=True)
     lifetime.enter(step)
-    assert not lifetime.is_retained(7)
-    assert lifetime.finalize(step, cancelled=False) == ([], [7])
-    assert lifetime.is_retained(7)
+    assert lifetime.finalize(step, cancelled=False) == []
     lifetime.unretain(7)
-    assert not lifetime.is_retained(7)
     assert lifetime.cancel(7)
 
 
@@ -142,8 +139,7 @@ def test_retained_kv_of_a_dropped_step_is_freed_with_it() -> None:
     lifetime.enter(step)
     lifetime.unretain(7)
     assert not lifetime.cancel(7)
-    assert lifetime.finalize(step, cancelled=False).freed == [7]
-    assert lifetime.is_retained(8)
+    assert lifetime.finalize(step, cancelled=False) == [7]
     assert lifetime.cancel_all() == {8}
 
 
@@ -151,7 +147,6 @@ def test_retained_kv_remains_after_its_sequence_leaves_the_batch() -> None:
     lifetime = KvLifetime()
     lifetime.retain_at_end(7)
     assert not lifetime.leave_batch(7)
-    assert lifetime.is_retained(7)
     assert lifetime.evict(7, (Span(0, 1),))
     lifetime.discard(7)
     assert lifetime.leave_batch(7), "nothing of it is known any more"
@@ -165,7 +160,7 @@ def test_a_sequence_that_leaves_with_a_pending_step_was_cancelled() -> None:
     assert not lifetime.leave_batch(7)
     lifetime.unretain(7)
     assert not lifetime.cancel(7)
-    assert lifetime.finalize(step, cancelled=True).freed == [7]
+    assert lifetime.finalize(step, cancelled=True) == [7]
     assert lifetime.pop_left(7)
 
 
@@ -174,7 +169,7 @@ def test_kv_evicted_too_early_is_freed_after_the_last_step() -> None:
     lifetime.enter(step)
     assert not lifetime.evict(7, (Span(0, 1),))
     assert lifetime.due_evictions(7) == ()
-    assert lifetime.finalize(step, cancelled=False).freed == []
+    assert lifetime.finalize(step, cancelled=False) == []
     assert lifetime.due_evictions(7) == (Span(0, 1),)
     assert lifetime.due_evictions(7) == ()
 
@@ -216,7 +211,7 @@ class Lifetimes(RuleBasedStateMachine):
             cancelled = cancelled or sequence_ids <= self.unwanted
             if cancelled:
                 self.unwanted |= sequence_ids
-            self.free(self.lifetime.finalize(step, cancelled=cancelled).freed)
+            self.free(self.lifetime.finalize(step, cancelled=cancelled))
 
     @rule(sequence_id=st.integers(0, 3))
     def cancel(self, sequence_id: int) -> None:
@@ -367,10 +362,10 @@ def test_no_order_of_events_leaves_a_slot_taken(
                 chunks.evict(ORIGIN, SHARED)
                 origin_left = False
         chunks.slots.check_integrity()
-    left = chunks.own.length if retain and not cancelled else 0
-    assert chunks.slots.tokens(SEQUENCE) == left, "it has other slots than its own"
+    left = chunks.own.stop if retain and not cancelled else 0
+    assert chunks.slots.tokens(SEQUENCE) == left, "it has other slots than those it can reuse"
     if retain:
-        chunks.evict(SEQUENCE, chunks.own)
+        chunks.evict(SEQUENCE, Span(0, chunks.own.stop))
         assert chunks.reported.left[SEQUENCE] == 0
     if origin_left:
         chunks.evict(ORIGIN, SHARED)
@@ -378,14 +373,15 @@ def test_no_order_of_events_leaves_a_slot_taken(
     assert chunks.slots.free == SLOTS
 
 
-def test_shared_slots_come_back_when_the_last_chunk_is_sent_first() -> None:
+def test_shared_slots_survive_the_name_that_they_had_before() -> None:
     chunks = Chunks(2, shares=True, retain=True)
     for step in chunks.steps:
         chunks.enter(step)
     for step in reversed(chunks.steps):
         chunks.kv.finalize(step, cancelled=False)
-    assert chunks.slots.tokens(SEQUENCE) == chunks.own.length
     chunks.evict(ORIGIN, SHARED)
+    assert chunks.slots.used == chunks.slots.tokens(SEQUENCE) == chunks.own.stop
+    chunks.evict(SEQUENCE, SHARED)
     assert chunks.slots.used == chunks.own.length
 
 

@@ -138,7 +138,7 @@ def test_shared_slots_are_free_when_the_last_sequence_frees_them() -> None:
     assert pool.slots.used == 7
     assert contents(pool, 0, 2, range(4)) == {i: float(i) for i in range(4)}
     pool.slots.check_integrity()
-    pool.slots.drop_shared(2)
+    assert pool.slots.free_span(2, span(0, 4)) == 4
     assert pool.slots.used == pool.slots.tokens(2) == 3
     pool.slots.free_sequence(2)
     pool.slots.check_integrity()
@@ -211,11 +211,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.slots.share_slots(sequence_id, source, s)
         self.shared[sequence_id] |= set(s.positions) - has.keys()
         has.update({position: theirs[position] for position in s.positions})
-
-    @rule(sequence_id=RIDS)
-    def drop_shared(self, sequence_id: int) -> None:
-        self.pool.slots.drop_shared(sequence_id)
-        self.forget(sequence_id, set(self.shared[sequence_id]))
 
     @rule(sequence_id=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
     def write(self, sequence_id: int, s: Span, layer: int) -> None:

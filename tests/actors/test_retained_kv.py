@@ -228,7 +228,7 @@ async def test_a_sequence_that_leaves_while_it_is_reserved_is_forgotten(
             sequence_id=1, prompt=prompt_of(20, 1), slices=even_slices(20, [0]), retain=True
         )
         await cell.reserve(request)
-        assert bool(pool.slots.tokens(1)) == loop._kv._lifetime.is_retained(1)
+        assert bool(pool.slots.tokens(1)) == (1 in loop._kv._lifetime._retained)
         cell.cancel(1)
         await cell.freed(1)
         assert not loop._kv._lifetime._retained

@@ -102,7 +102,6 @@ def test_an_unknown_sequence_has_no_slots() -> None:
     assert slots.free_span(7, span(0, 9)) == 0
     assert slots.tokens(7) == 0
     assert slots.runs(7) == []
-    slots.drop_shared(7)
 
 
 # --- refusals --------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def test_more_of_a_sequence_may_be_shared_later() -> None:
     slots.check_integrity()
     slots.free_sequence(1)
     assert slots.used == 6
-    slots.drop_shared(2)
+    slots.free_sequence(2)
     assert slots.used == 0
     slots.check_integrity()
 

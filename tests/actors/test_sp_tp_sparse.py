@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,8 +24,10 @@ from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 from uniform_plan import uniform_plan
 
+from csps.actors.attention.base.engine import Engine
+from csps.actors.attention.base.group import SpGroup
 from csps.actors.attention.sp_tp.sp_tp import SpTp
-from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving, squaring
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.placement import KvSlice
 
@@ -65,10 +67,18 @@ def plan_of(levels: int, drop_ratio: float, window: int, *, pipelined: bool = Tr
     return replace(plan, importance_window=window, sinks=2, tail=5, pipelined=pipelined)
 
 
-def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
+def brute_force(
+    gang: StrategyRanks,
+    plan: CsaPlan,
+    start: int = 0,
+    dropped: dict[int, Tensor] | None = None,
+) -> Forward:
     """Run the long prompt's forward pass; the layer before scores the kept sets.
 
     Tokens before `start` are history, computed exactly.
+
+    Args:
+        dropped: takes the share of importance that each KV head drops, by layer.
     """
     owners = [next(m for m in range(4) if t < BOUNDS[m + 1]) for t in range(LONG)]
     importance: list[Tensor | None] = [None]
@@ -84,10 +94,15 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
             [group.drop_ratio(level, head) if drops else 0.0 for level in range(1, plan.levels + 1)]
             for head in range(4)
         ]
+        coverages = [
+            [group.coverage(level, head) for level in range(1, plan.levels + 1)]
+            for head in range(4)
+        ]
         oracle = DenseCsa(
             owners=owners,
             segments=plan.segments(),
             ratios=ratios,
+            coverages=coverages if drops and group.coverages else None,
             sinks=plan.sinks,
             tail=plan.tail,
             drop_queries=False,
@@ -101,6 +116,8 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
         q_thd, k_thd, v_thd = q_thd[start:], k_thd[start:], v_thd[start:]
         if plan.importance_layer == "same":
             importance[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
+        if dropped is not None and drops and importance[0] is not None:
+            dropped[layer] = oracle.dropped(importance[0])
         weights = oracle.counts(importance[0])
         _, lse_ht = oracle.attend(q_thd, k_thd, v_thd, weights, scale)
         out_thd = oracle.attend_with_history(q_thd, k_thd, v_thd, weights, scale, before)
@@ -124,10 +141,32 @@ def importance_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
 
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> None:
-    step = step_of(BOUNDS, [LONG, SHORT])
-    results = gang.run(step, lambda group, engine: SpTp(group, engine, plan))
+    step, groups = step_of(BOUNDS, [LONG, SHORT]), []
+    wanted: dict[int, Tensor] = {}
+
+    def strategy(group: SpGroup, engine: Engine) -> SpTp:
+        groups.append((group, engine))
+        return SpTp(group, engine, plan)
+
+    results = gang.run(step, strategy)
     exact_short = gang.forwards(step)[1]
-    gang.check(step, results, [brute_force(gang, plan), exact_short])
+    gang.check(step, results, [brute_force(gang, plan, dropped=wanted), exact_short])
+    check_dropped(groups, wanted)
+
+
+def check_dropped(groups: Sequence[tuple[SpGroup, Engine]], wanted: Mapping[int, Tensor]) -> None:
+    """Hold what all ranks report together to the share that brute force drops, by layer."""
+    sums: dict[int, Tensor] = {}
+    for group, engine in groups:
+        for report in group.dropped_mass.reports(engine.kv_heads.start):
+            assert report.sequence_id == 0, "only the long prompt spans instances"
+            both = torch.frombuffer(bytearray(report.dropped + report.total), dtype=torch.float32)
+            masses = both.view(2, len(report.layers), -1).double()
+            for row, layer in enumerate(report.layers):
+                sums[layer] = sums.get(layer, 0) + masses[:, row]
+    assert sums.keys() == wanted.keys()
+    for layer, (dropped_g, total_g) in sums.items():
+        torch.testing.assert_close(dropped_g / total_g, wanted[layer], atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
@@ -181,6 +220,18 @@ def test_a_layer_may_score_itself(gang: StrategyRanks, levels: int, pipelined: b
 def test_blocks_of_queries_give_the_same_result(gang: StrategyRanks, pipelined: bool) -> None:
     with blocks_of(4):
         check(gang, plan_of(3, 0.5, 16, pipelined=pipelined))
+
+
+@pytest.mark.parametrize("importance_layer", ["previous", "same"])
+@pytest.mark.parametrize("share", [0.9, 0.4])
+def test_far_keys_cover_the_share_that_is_asked_for(
+    gang: StrategyRanks, share: float, importance_layer: Literal["previous", "same"]
+) -> None:
+    group = LayerGroup(
+        first=0, stop=LAYERS, coverages=squaring(share, 3), micro_partitions=(3, 1, 1)
+    )
+    plan = replace(plan_of(3, 0.0, 16), layer_groups=(group,))
+    check(gang, replace(plan, importance_layer=importance_layer))
 
 
 def test_ratios_may_differ_by_head(gang: StrategyRanks) -> None:

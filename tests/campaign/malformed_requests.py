@@ -153,8 +153,70 @@ MORE: dict[str, Any] = {
     "include_stop_str_in_output": True,
     "return_progress": True,
 }
-COMPLETION |= MORE
-CHAT |= MORE | {"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "documents": [{}]}
+COMPLETION |= MORE | {"prompt_logprobs": 1}
+CHAT |= MORE | {
+    "chat_template_kwargs": {"a": 1},
+    "reasoning_effort": "low",
+    "documents": [{}],
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "parallel_tool_calls": False,
+    "include_reasoning": False,
+    "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+}
+WITH_SCHEMA: dict[str, Any] = {
+    name: CHAT[name] for name in ("messages", "stream", "max_completion_tokens", "stop")
+} | {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "n",
+            "strict": True,
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "string", "maxLength": 3, "pattern": "^[a-c]*$"},
+                    "b": {"anyOf": [{"$ref": "#/$defs/c"}, {"enum": [1, None, "x"]}]},
+                },
+                "required": ["a"],
+                "additionalProperties": False,
+                "$defs": {"c": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+            },
+        },
+    },
+}
+WITH_TOOLS: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "Hello"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "so",
+            "tool_calls": [
+                {
+                    "id": "c",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"a": 1}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "r"}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "description": "d",
+                "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+            },
+        }
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+    "stream": True,
+    "seed": 7,
+}
 MESSAGES: dict[str, Any] = {
     "max_tokens": 2,
     "messages": [
@@ -192,15 +254,19 @@ RESPONSES: dict[str, Any] = {
     "stream": True,
     "return_progress": True,
 }
-ENDPOINTS: dict[str, dict[str, Any]] = {
-    "/v1/completions": COMPLETION,
-    "/v1/chat/completions": CHAT,
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": MESSAGES,
-    "/v1/responses": RESPONSES,
-    "/tokenize": {"prompt": "Hello", "return_token_strs": True, "add_special_tokens": False},
-    "/detokenize": {"tokens": [1, 2, 3], "unknown": None},
+ENDPOINTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "/v1/completions": (COMPLETION,),
+    "/v1/chat/completions": (CHAT, WITH_SCHEMA, WITH_TOOLS),
+    "/v1/messages": (MESSAGES,),
+    "/v1/messages/count_tokens": (MESSAGES,),
+    "/v1/responses": (RESPONSES,),
+    "/tokenize": (
+        {"prompt": "Hello", "return_token_strs": True, "add_special_tokens": False},
+        WITH_TOOLS,
+    ),
+    "/detokenize": ({"tokens": [1, 2, 3], "unknown": None},),
 }
+"""What the bodies of each endpoint are made of."""
 LIMITS = {"max_tokens", "max_output_tokens"}
 NEEDED = {"model", "prompt", "messages", "input", "tokens", *LIMITS}
 
@@ -328,6 +394,13 @@ PATHS = [
     "/v1/completions/",
     "/v1//completions",
     "/v1/embeddings",
+    "/v1/messages/",
+    "/v1/responses/resp_1",
+    "/v1/csps/state",
+    "/version",
+    "/docs?x=%",
+    "/openapi.json",
+    "/ui",
     "/health",
     "/health?x=%",
     "/metrics",
@@ -358,7 +431,7 @@ def requests(draw: st.DrawFn, model: str) -> HttpRequest:
         body = draw(st.binary(max_size=30))
     else:
         method = draw(st.sampled_from(["POST"] * 12 + METHODS))
-        body = draw(bodies(model, ENDPOINTS[path]))
+        body = draw(bodies(model, draw(st.sampled_from(ENDPOINTS[path]))))
     length = str(len(body)).encode()
     return HttpRequest(method, path, (*draw(heads()), ("content-length", length)), body)
 
@@ -423,12 +496,15 @@ class Tally:
 
     by_class: Counter[str] = field(default_factory=Counter)
     """Answers by the hundreds of their status."""
+    refused_by_path: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     """Requests that were answered by 5xx, or not at all, and how."""
 
     def note(self, request: HttpRequest, status: int | None) -> None:
         """Count an answer."""
         self.by_class["none" if status is None else f"{status // 100}xx"] += 1
+        if status is not None and 400 <= status < 500:
+            self.refused_by_path[request.path] += 1
         if status is not None and status >= 500:
             self.fails(request, str(status))
 

@@ -1,4 +1,4 @@
-"""A few hundred malformed requests to the HTTP API over a scripted service: no answer is 5xx."""
+"""Malformed requests to the HTTP API over a scripted service: no answer is 5xx."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+from agent_checkpoints import THINKING_TEMPLATE, with_template
 from fake_service import FakeService
 from live_server import serving
-from malformed_requests import send_malformed
+from malformed_requests import ENDPOINTS, send_malformed
 from property_examples import examples
+from tiny_checkpoints import make_checkpoint
 
 from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.settings.credentials import ApiKeys
-from csps.services.settings.settings import KvReuseSettings, Settings
+from csps.services.settings.settings import HttpSettings, KvReuseSettings, Settings
 from csps.services.telemetry.metrics import Metrics
 
 START_S = 60.0
@@ -54,6 +56,7 @@ class ServingThread:
             model=str(self._model),
             served_model_name="tiny",
             kv_reuse=KvReuseSettings(enabled=True),
+            http=HttpSettings(request_templates=True, docs=True),
         )
         parser = RequestParser(settings)
         pool = ParserPool(parser.body_parser)
@@ -74,15 +77,27 @@ class ServingThread:
 
 
 @pytest.fixture(scope="module")
-def url(tiny_llama: Path) -> Iterator[str]:
-    with ServingThread(tiny_llama) as server:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server whose model calls tools and reasons."""
+    model = with_template(make_checkpoint(tmp_path_factory.mktemp("model")), THINKING_TEMPLATE)
+    with ServingThread(model) as server:
         yield server.url
 
 
-def test_malformed_requests_are_the_clients_mistake(url: str) -> None:
-    refused = examples(500)
-    tally = send_malformed(url, "tiny", refused=refused)
+def check_malformed(url: str, refused: int, number: int = 0) -> None:
+    tally = send_malformed(url, "tiny", refused=refused, number=number)
     assert not tally.failures
     assert tally.refused >= refused
     assert tally.by_class["2xx"], "nothing was right: the requests are too wrong to find much"
+    assert not [path for path in ENDPOINTS if not tally.refused_by_path[path]]
     assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+
+
+def test_malformed_requests_are_the_clients_mistake(url: str) -> None:
+    check_malformed(url, examples(500))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_thousand_malformed_requests_to_all_endpoints(url: str) -> None:
+    check_malformed(url, 10_000, number=1_000)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from uniform_plan import uniform_plan
 
-from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving, kept_tokens
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving, kept_tokens, squaring
 from csps.protocols.core.errors import ConfigError, ProtocolError
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
@@ -47,6 +47,12 @@ def test_ratios_outside_zero_to_one_are_refused(ratio: float) -> None:
         ({"drop_ratios": ((0.5, 0.1), (0.5, 0.0))}, "may not keep what a nearer one drops"),
         ({"drop_ratios": ((0.5, 0.1), (0.5, 0.5, 0.5))}, "2 drop ratios of one level, 3"),
         ({"drop_ratios": ((),)}, "one for all KV heads"),
+        ({"coverages": ((0.5,), (0.6,))}, "may not keep what a nearer one drops"),
+        ({"coverages": ((0.5, 0.1), (0.5, 0.2))}, "may not keep what a nearer one drops"),
+        ({"coverages": ((0.5, 0.1), (0.5, 0.5, 0.5))}, "2 coverages of one level, 3"),
+        ({"coverages": ((),)}, "one for all KV heads"),
+        ({"coverages": ((0.0,),)}, "allowed are more than 0 to 1"),
+        ({"coverages": ((0.5,),), "drop_ratios": ((0.5,),)}, "not both"),
         ({"micro_partitions": (1, 0)}, "allowed are 1 and more"),
         ({"stop": 1}, "are not a range of layers"),
     ],
@@ -88,6 +94,26 @@ def test_ratios_per_head_are_those_of_the_model() -> None:
     plan.check_kv_heads(2)
     with pytest.raises(ConfigError, match="allowed are one for all KV heads, or 4"):
         plan.check_kv_heads(4)
+
+
+def test_each_farther_level_covers_the_square_of_the_share_before() -> None:
+    assert squaring((0.9, 1.0), 4) == (
+        (0.9, 1.0),
+        (pytest.approx(0.81), 1.0),
+        (pytest.approx(0.6561), 1.0),
+    )
+    assert all(share > 0 for (share,) in squaring(1e-200, 4))
+
+
+def test_a_plan_of_coverages_is_exact_only_if_all_are_one() -> None:
+    def plan(*shares: float) -> CsaPlan:
+        group = LayerGroup(first=1, stop=3, coverages=squaring(shares, 3))
+        return CsaPlan(locations=SERVERS, levels=3, layer_groups=(group,))
+
+    assert plan(1.0, 1.0).lossless
+    assert not plan(1.0, 0.99).lossless
+    with pytest.raises(ConfigError, match=r"2 coverages of one level; .* or 4"):
+        plan(1.0, 0.9).check_kv_heads(4)
 
 
 def step(plan: CsaPlan | None, **fields: Any) -> PrefillStep:

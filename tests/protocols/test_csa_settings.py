@@ -25,13 +25,20 @@ def tuples(items: st.SearchStrategy[Any], *, most: int = 4) -> st.SearchStrategy
     return st.lists(items, min_size=1, max_size=most).map(tuple)
 
 
+LEVELS = st.one_of(st.none(), st.integers(1, 4))
+MICRO = st.one_of(st.none(), tuples(tuples(st.integers(1, 64))))
 SETTINGS = st.builds(
     CsaSettings,
-    levels=st.one_of(st.none(), st.integers(1, 4)),
+    levels=LEVELS,
     drop_ratios=tuples(
         tuples(st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)), most=KV_HEADS)
     ),
-    micro_partitions=st.one_of(st.none(), tuples(tuples(st.integers(1, 64)))),
+    micro_partitions=MICRO,
+) | st.builds(
+    CsaSettings,
+    levels=LEVELS,
+    coverages=tuples(tuples(st.floats(0, 1, exclude_min=True), most=KV_HEADS)),
+    micro_partitions=MICRO,
 )
 LOCATIONS = st.sets(
     st.builds(Location, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
@@ -87,6 +94,8 @@ def test_every_group_gets_a_plan_that_a_step_accepts(
         group, ratios = plan.layer_group(layer), of(settings.drop_ratios, layer)
         for head in range(KV_HEADS if plan.levels > 1 else 0):
             assert group.drop_ratio(2, head) == pytest.approx(of(ratios, head))
+            shares = of(settings.coverages or ((1.0,),), layer)
+            assert group.coverage(2, head) == pytest.approx(of(shares, head))
         for level in range(plan.levels):
             asked = of(of(micro_partitions, layer), level)
             assert group.micro(level + 1) == min(asked, max(lengths))
@@ -161,6 +170,11 @@ def test_shortfalls_of_a_group_are_named(
         {"levels": 2, "micro_partitions": ((1,), (2, 0))},
         {"levels": 2, "micro_partitions": ()},
         {"levels": 2, "micro_partitions": ((1,), ())},
+        {"levels": 2, "coverages": ()},
+        {"levels": 2, "coverages": ((0.5,), ())},
+        {"levels": 2, "coverages": ((0.0,),)},
+        {"levels": 2, "coverages": ((1.1,),)},
+        {"levels": 2, "coverages": ((0.9,),), "drop_ratios": ((0.5,),)},
         {"levels": 2, "sinks": -1},
         {"levels": 2, "importance_layer": "same", "importance_window": 0},
         {"strategy": "tp", "nested": True},

@@ -14,7 +14,9 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat import completion_create_params as chat_params
 from property_examples import examples
 
+from csps.protocols.attention.plan import option_name, parse_option
 from csps.protocols.core.errors import InvalidRequest
+from csps.protocols.openai.csps_options import request_class
 from csps.protocols.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -210,6 +212,16 @@ def test_drop_ratios_by_layer_and_head(drop_ratio: Any, by_layer_and_head: Any) 
     assert chat(csps=options).csps.drop_ratio == by_layer_and_head
 
 
+def test_coverages_by_layer_and_head() -> None:
+    options = {"attention": "csa", "coverage": [1, [0.9, 0.5]]}
+    assert chat(csps=options).csps.coverage == ((1.0,), (0.9, 0.5))
+    asked = request_class(chat(csps=options).csps)
+    assert asked.csa is not None
+    assert asked.csa.coverages == ((1.0,), (0.9, 0.5))
+    assert asked.objective is None  # nothing is left to the configurator
+    assert parse_option(option_name("csa", asked.csa)) == ("csa", asked.csa)
+
+
 @pytest.mark.parametrize(
     ("micro_partitions", "by_layer_and_level"),
     [
@@ -355,6 +367,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"csps": {"attention": "csa", "drop_ratio": [[0.5] * 1024] * 17}},
         "csps.drop_ratio: at most 16384 numbers are supported, got 17408",
     ),
+    (
+        {"csps": {"attention": "csa", "coverage": 0}},
+        "csps.coverage: must be more than 0 and at most 1, got 0",
+    ),
+    (
+        {"csps": {"attention": "csa", "coverage": [0.5, "most"]}},
+        "csps.coverage: must be more than 0 and at most 1, got 'most'",
+    ),
+    (
+        {"csps": {"attention": "csa", "coverage": 0.9, "drop_ratio": 0.5}},
+        "csps.coverage: excludes 'drop_ratio'",
+    ),
+    ({"csps": {"coverage": 0.9}}, "csps.coverage: needs 'attention': 'csa'"),
     ({"csps": {"attention": "csa", "drop_ratio": True}}, "csps.drop_ratio: must be at least 0"),
     ({"csps": {"drop_ratio": 0.5}}, "csps.drop_ratio: needs 'attention': 'csa'"),
     (

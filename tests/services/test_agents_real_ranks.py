@@ -14,6 +14,7 @@ from gang_threads import eventually
 from http_over_ranks import Served, served
 from tiny_checkpoints import make_checkpoint
 
+from csps.protocols.core.placement import Span
 from csps.services.scheduling.events.limits import BLOCK_TOKENS
 
 pytestmark = pytest.mark.slow
@@ -92,12 +93,19 @@ async def test_several_answers_share_one_prefill(model: Path) -> None:
         assert sum(hits) >= 2 * ((prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
-async def test_every_turn_with_tools_finds_its_whole_history(model: Path) -> None:
-    """Every answer of 20 turns calls tools."""
+@pytest.mark.parametrize("elastic", [False, True])
+async def test_every_turn_with_tools_finds_its_whole_history(model: Path, elastic: bool) -> None:
+    """Every answer of 20 turns calls tools; a stop string ends each third one.
+
+    The gang that decodes has the whole history. A prefill gang has the prompts alone.
+    """
     turns = 20
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
     tools, before = [WEATHER, CLOCK], 0
-    async with served(model, reuse=True, kv_slots=16384) as server:
+    policy: dict[str, Any] = {}
+    if elastic:
+        policy = {"policy": "context_parallel", "options": {}, "elastic": True}
+    async with served(model, reuse=True, kv_slots=16384, **policy) as server:
         for turn in range(turns):
             answer = await chat(
                 server,
@@ -107,13 +115,19 @@ async def test_every_turn_with_tools_finds_its_whole_history(model: Path) -> Non
                 parallel_tool_calls=bool(turn % 2),
                 seed=turn,
                 max_tokens=700,
+                stop=["</tool_call>"] if turn % 3 == 1 else [],
+                csps={"explain": True},
             )
             (choice,) = answer["choices"]
             assert choice["finish_reason"] == "tool_calls"
             usage = answer["usage"]
-            cached = usage["prompt_tokens_details"]["cached_tokens"]
-            # The last token of an answer has no KV, and blocks are whole.
-            assert cached >= (before - 1) // BLOCK_TOKENS * BLOCK_TOKENS if before else True
+            shares = answer["csps"]["placement"]["shares"]
+            there = [Span(**share["span"]) for share in shares if share["origin"] is not None]
+            cached = sum(len(span.positions) for span in there)
+            if elastic:
+                assert cached == usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= before // BLOCK_TOKENS * BLOCK_TOKENS
+            # The last token of an answer has no KV.
             before = usage["prompt_tokens"] + usage["completion_tokens"] - 1
             calls = choice["message"]["tool_calls"]
             for call in calls:

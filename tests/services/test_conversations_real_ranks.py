@@ -184,23 +184,50 @@ async def test_concurrent_conversations_work_in_any_layout(
         await at_rest(cell)
 
 
+async def cancelled_after(cell: Cell, text: list[int], tokens: int) -> list[int]:
+    """Return the tokens that an answer had when its reader left, of which so many were read."""
+    handle = ask(cell, text, max_tokens=500)
+    async with handle:
+        async for _token in handle:
+            if handle.timings.tokens >= tokens:
+                break
+    await at_rest(cell)
+    said: list[int] = handle.generated_tokens.tolist()
+    return said
+
+
 async def test_a_cancelled_requests_prompt_is_retained(tiny_llama: Path) -> None:
     """Both gangs retain it once it was received."""
     async with real_cell(tiny_llama, reuse=REUSE) as cell:
         text = np.random.default_rng(5).integers(0, 256, 100).tolist()
-        for _ in range(2):
-            handle = ask(cell, text, max_tokens=500)
-            async with handle:
-                async for _token in handle:
-                    if handle.timings.tokens == 3:
-                        break
-            await at_rest(cell)
-        assert handle.cached_tokens == 96
+        await cancelled_after(cell, text, 3)
         with headers_sent() as sent:
             again = ask(cell, text)
             assert await answer(again) == reference_tokens(tiny_llama, text, TOKENS)
             await at_rest(cell)
+        assert again.cached_tokens == 96
         assert positions_of(sent, 0) == [96, 97, 98, 99]
+
+
+@pytest.mark.parametrize("roles", [PAIR, ELASTIC])
+async def test_an_answer_is_retained_up_to_where_its_reader_left(
+    tiny_llama: Path, roles: tuple[GangRole, ...]
+) -> None:
+    """The ranks have sampled more by then."""
+    policy = "context_parallel" if roles == ELASTIC else "csps"
+    async with real_cell(tiny_llama, policy, roles=roles, reuse=REUSE) as cell:
+        text = np.random.default_rng(5).integers(0, 256, 100).tolist()
+        said = await cancelled_after(cell, text, 40)
+        there = (len(text) + len(said) - 1) // BLOCK * BLOCK
+        text = [*text, *said, *range(20)]
+        with headers_sent() as sent:
+            handle = ask(cell, text)
+            assert await answer(handle) == reference_tokens(tiny_llama, text, TOKENS)
+            await at_rest(cell)
+        if roles == ELASTIC:
+            assert handle.cached_tokens == there
+        else:
+            assert positions_of(sent, 0) == list(range(there, len(text)))
 
 
 async def test_kv_is_not_shared_with_another_key_or_salt(tiny_llama: Path) -> None:

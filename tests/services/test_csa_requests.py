@@ -13,8 +13,8 @@ from csps.configurator.plan.strategy_rules import StrategyRules
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
 from csps.protocols.core.errors import ConfigError, InvalidRequest
-from csps.protocols.gang.messages import PrefillDone, Sampling
-from csps.services.requests.request_handle import RequestHandle, Timings
+from csps.protocols.gang.messages import DroppedMass, PrefillDone, Sampling
+from csps.services.requests.request_handle import DroppedMassByLayer, RequestHandle, Timings
 from csps.services.requests.request_spec import RequestSpec
 
 RULES = StrategyRules(SHAPE)
@@ -170,6 +170,70 @@ async def test_a_step_that_no_group_can_run_fails_only_its_requests(
         assert cell.service.ready
         other.cancel()
         await cell.wait_until_free()
+
+
+async def test_coverages_run_by_sp_ntp_and_their_loss_is_unknown() -> None:
+    async with cell_of() as cell:
+        for _ in range(2):  # before and after the configurator has answered
+            handle = submit(cell, 1500, coverages=((0.9,),))
+            step = await cell.prefilling(handle)
+            assert step.strategy == "csa"
+            assert step.csa is not None
+            assert step.csa.layer_groups[0].coverages == ((0.9,),)
+            assert handle.plan is not None
+            assert handle.plan.predicted_accuracy_loss is None
+            before = cell.costs.costs.table.digest
+            if "nothing was compared yet" in handle.plan.reason:
+                await until(lambda before=before: cell.costs.costs.table.digest != before)
+            handle.cancel()
+        assert "where a coverage saves bytes" in handle.plan.reason
+
+
+@pytest.mark.parametrize("coverage", [((0.9, 0.8, 0.7),), ((0.9,),) * 3])
+async def test_coverages_of_another_model_are_refused(coverage: Any) -> None:
+    async with cell_of() as cell:
+        with pytest.raises(InvalidRequest) as refused:
+            submit(cell, 1500, coverages=coverage)
+        assert refused.value.param == "csps.coverage"
+
+
+def mass(first: int, dropped: list[list[float]], total: list[list[float]]) -> DroppedMass:
+    return DroppedMass(
+        sequence_id=1,
+        layers=tuple(range(1, 1 + len(dropped))),
+        first_kv_head=first,
+        dropped=np.array(dropped, np.float32).tobytes(),
+        total=np.array(total, np.float32).tobytes(),
+    )
+
+
+def test_dropped_mass_adds_up_over_ranks_before_heads_are_compared() -> None:
+    """Two members have parts of heads 0 and 1; another rank has head 2."""
+    masses = DroppedMassByLayer()
+    first = mass(0, [[0.5, 0.0], [0.0, 0.0]], [[1.5, 1.0], [1.0, 1.0]])
+    second = mass(0, [[0.0, 0.1], [0.0, 0.2]], [[0.5, 1.0], [1.0, 1.0]])
+    other = mass(2, [[0.7], [0.0]], [[2.0], [2.0]])
+    masses.add_chunk(100, [first, second, other])
+    one, two = masses.by_layer()
+    assert one == {
+        "layer": 1,
+        "mean": pytest.approx((0.25 + 0.05 + 0.35) / 3),
+        "worst_head": pytest.approx(0.35),
+    }
+    assert two == {
+        "layer": 2,
+        "mean": pytest.approx(0.1 / 3),
+        "worst_head": pytest.approx(0.1),
+    }
+
+
+def test_dropped_mass_of_chunks_is_weighted_by_their_tokens() -> None:
+    masses = DroppedMassByLayer()
+    masses.add_chunk(100, [mass(0, [[0.2]], [[1.0]])])
+    masses.add_chunk(300, [])  # a chunk on one instance drops nothing
+    assert masses.by_layer() == [
+        {"layer": 1, "mean": pytest.approx(0.05), "worst_head": pytest.approx(0.2)}
+    ]
 
 
 def test_hidden_communication_covers_all_ranks() -> None:

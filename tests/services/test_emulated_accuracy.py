@@ -31,7 +31,7 @@ from csps.configurator.regressors.samples import (
 from csps.configurator.regressors.support import Support
 from csps.configurator.search.space import ImportanceScoring
 from csps.models.needle_prompts.tasks import CATEGORIES, write_prompt
-from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.attention.csa import CsaPlan, Ratios
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling import command
 from csps.services.profiling.accuracy import profile, questions
@@ -80,7 +80,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
         yield ranks
 
 
-def point(strategy: str, layer: str, ratio: float, levels: int = 3) -> Point:
+def point(strategy: str, layer: str, ratio: float | Ratios, levels: int = 3) -> Point:
     branch = Branch(
         tokens=TOKENS,
         group_shape="2+2",
@@ -88,7 +88,8 @@ def point(strategy: str, layer: str, ratio: float, levels: int = 3) -> Point:
         levels=levels,
         scoring=ImportanceScoring(layer, 8),
     )
-    return Point(branch=branch, drop_ratio=ratio)
+    drop_ratios = ((ratio,),) if isinstance(ratio, float) else ratio
+    return Point(branch=branch, drop_ratios=drop_ratios)
 
 
 def strategy_of(group: EmulatedGroup) -> MakeStrategy:
@@ -112,10 +113,14 @@ def strategy_of(group: EmulatedGroup) -> MakeStrategy:
         ("ntp", "same", 0.4, 2),
         ("tp", "previous", 0.6, 3),
         ("tp", "same", 0.5, 3),
+        ("ntp", "same", ((0.0,), (0.7, 0.2), (0.0,), (0.5,)), 3),
+        ("ntp", "previous", ((0.9,), (0.1, 0.6), (0.0, 0.8), (0.0,)), 3),
+        ("tp", "same", ((0.0,), (0.0,), (0.3, 0.7), (0.0,)), 3),
     ],
+    ids=str,
 )
 def test_one_process_computes_what_ranks_compute(
-    gang: StrategyRanks, strategy: str, layer: str, ratio: float, levels: int
+    gang: StrategyRanks, strategy: str, layer: str, ratio: float | Ratios, levels: int
 ) -> None:
     spec = gang.network.spec
     group = point(strategy, layer, ratio, levels).group(spec, TOKENS)
@@ -361,7 +366,10 @@ class ScriptedPrompt:
 
     def logits(self, group: EmulatedGroup) -> float:
         groups = group.plan.layer_groups
-        return groups[0].drop_ratios[0][0] if groups else 0.0
+        return max((max(of_layers.drop_ratios[0]) for of_layers in groups), default=0.0)
+
+    def spreads(self, group: EmulatedGroup) -> torch.Tensor:
+        return torch.ones(LAYERS, KV_HEADS)
 
     def score(self, exact: float, sparse: float) -> Score:
         lost = round(100 * min(1.0, self.share * sparse))
@@ -373,6 +381,7 @@ BRANCHES = Enumeration(
     group_shapes=("2",),
     scoring=(("ntp", ImportanceScoring("same", 8)),),
     drop_ratios=(0.1, 0.5, 0.9, 0.95),
+    layered_shapes=(),
 )
 
 
@@ -453,7 +462,7 @@ def chosen(
     points = ChosenPoints(
         **vars(BRANCHES), measured=rows, shipped=shipped, layers=LAYERS, bounds=bounds
     )
-    return [point.drop_ratio for point in points.points(128)]
+    return [point.largest for point in points.points(128)]
 
 
 def test_of_long_prompts_only_what_bounds_choose_is_measured() -> None:

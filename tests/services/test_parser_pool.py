@@ -233,12 +233,17 @@ async def test_the_body_of_a_process_that_dies_is_parsed_by_another(
 
 
 @pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGTERM, RuntimeError), (signal.SIGKILL, PayloadTooLarge)]
+    ("number", "error"),
+    [
+        (signal.SIGTERM, RuntimeError),
+        (signal.SIGKILL, PayloadTooLarge),
+        (signal.SIGSEGV, InvalidRequest),
+    ],
 )
 async def test_a_body_that_ends_two_processes_is_refused(
     pool: ParserPool, number: signal.Signals, error: type[Exception]
 ) -> None:
-    """The kernel kills what takes the machine's last memory."""
+    """The kernel kills what takes the machine's last memory, and what overflows its stack."""
     parsing = asyncio.ensure_future(pool.parse("completion", completion(**PADDING), b""))
     killed: set[int | None] = {None}
 
@@ -254,6 +259,18 @@ async def test_a_body_that_ends_two_processes_is_refused(
         await kill_all()
     with pytest.raises(error):
         await parsing
+    await check_parses(pool)
+
+
+@pytest.mark.slow
+async def test_a_grammar_of_thousands_of_nested_rules_is_refused(pool: ParserPool) -> None:
+    """It overflows the stack of whoever compiles it."""
+    rules = "\n".join(f'r{at}: "x{at}" r{(at + 1) % 4000}?' for at in range(4000))
+    start = "start: " + " | ".join(f"r{at}" for at in range(4000))
+    body = completion(structured_outputs={"grammar": f"{start}\n{rules}"})
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(InvalidRequest, match="nests too deeply"):
+            await pool.parse("completion", body, b"")
     await check_parses(pool)
 
 

@@ -12,7 +12,7 @@ from arbitrary_layout_policy import AnyLayout
 from gang_threads import eventually
 from paused_ranks import PausedDecodeBatch, PausedSteps
 from real_cell import ELASTIC, POLICIES, answer, real_cell, streams
-from tiny_checkpoints import reference_tokens
+from tiny_checkpoints import make_checkpoint, reference_tokens
 
 from csps.configurator.costs.latency_tables import SHIPPED
 from csps.protocols.attention.csa import CsaSettings
@@ -157,6 +157,39 @@ async def test_sparse_attention_that_drops_nothing_answers_the_same(
         lossy = cell.submit(511, seed=511, csa=CsaSettings(drop_ratios=((0.9,),), strategy="ntp"))
         assert len(await answer(lossy)) == 6
         await cell.settled()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_a_request_with_a_coverage_learns_what_it_dropped(tmp_path: Path, tp: int) -> None:
+    """A prompt on two instances, by SP-NTP and SP-TP, also if decode gets kept tokens only."""
+    model = make_checkpoint(tmp_path / "deep", num_hidden_layers=4)
+    options = {
+        "exact": CsaSettings(coverages=((1.0,),), strategy="ntp"),
+        "most": CsaSettings(coverages=((0.9,),), strategy="ntp", importance_layer="same"),
+        "some": CsaSettings(coverages=((0.3,),), strategy="ntp", importance_layer="same"),
+        "narrowed": CsaSettings(coverages=((0.3,),), strategy="ntp", decode_kept_only=True),
+        "sp_tp": CsaSettings(coverages=((0.9,),), strategy="tp", importance_layer="same"),
+    }
+    dropped: dict[str, list[dict[str, float]]] = {}
+    async with real_cell(model, "csps", tp=tp) as cell:
+        for name, csa in options.items():
+            handle = cell.submit(511, seed=511, csa=csa)
+            tokens = await answer(handle)
+            await handle.wait_for_dropped_mass()
+            dropped[name] = handle.explain()["dropped_mass"]
+            if name == "exact":
+                assert tokens == reference_tokens(model, handle.spec.prompt.tolist(), 6)
+        await cell.settled()
+    assert dropped.pop("exact") == []
+    for name, layers in dropped.items():
+        assert [layer["layer"] for layer in layers] == [1, 2], name
+        assert all(0 < layer["mean"] <= layer["worst_head"] < 1 for layer in layers), name
+    for most, some in zip(dropped["most"], dropped["some"], strict=True):
+        assert most["worst_head"] <= 0.1
+        assert most["mean"] < some["mean"]
+    # Both strategies select by the same scores, but SP-TP's members, where they share a KV head,
+    # each by its own query heads. Only layer 1 has the same input.
+    assert dropped["sp_tp"][0] == pytest.approx(dropped["most"][0], rel=1e-3 if tp == 1 else 0.05)
 
 
 async def test_decoding_continues_while_a_killed_prefill_gang_is_replaced(tiny_llama: Path) -> None:

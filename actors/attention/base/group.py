@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from csps.actors.attention.base.dropped_mass import DroppedMassTally
 from csps.actors.attention.base.yield_points import YieldPoints
 from csps.actors.comm.layout import GangLayout, LocalChunk, computed_by
 from csps.actors.comm.mesh import Mesh
@@ -43,6 +44,8 @@ class SpGroup:
     cancelled: set[int] = field(default_factory=set)
     """Cancelled sequences of the step. The set grows between layers, at all members before the
     same layer. Their rows remain, because the bounds do, but their results are not used."""
+    dropped_mass: DroppedMassTally = field(default_factory=DroppedMassTally)
+    """Attention mass that the step's layers dropped, for the report of its end."""
 
     @cached_property
     def peers(self) -> tuple[int, ...]:

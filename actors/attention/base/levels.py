@@ -1,4 +1,4 @@
-"""Visibility and kept tokens at each level of sparse attention (CSPS §3.2.4), without a tensor.
+"""Visibility and kept tokens at each level of sparse attention (CSPS §3.2.4).
 
 A *part* is the portion of a chunk that one member computes, if the chunk spans several members.
 A chunk inside one member needs no other member. Parts are numbered in batch order, so the parts of
@@ -16,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+
+import torch
+from torch import Tensor
 
 from csps.actors.comm.layout import local_chunks
 from csps.protocols.attention.csa import CsaPlan, kept_tokens
@@ -130,6 +133,20 @@ class LevelGeometry:
     def _chunk_parts(self, part: LevelPart) -> Iterator[LevelPart]:
         return (other for other in self.parts if other.chunk == part.chunk)
 
+    def level_between(self, one: int, other: int) -> int:
+        """Return the lowest level that has both members in one segment."""
+        both = {one, other}
+        return next(
+            number
+            for number, segments in enumerate(self.levels, start=1)
+            if any(both.issubset(members) for members in segments)
+        )
+
+    def level_of_last_queries(self, part: LevelPart) -> int:
+        """Return the level at which the last part of a part's chunk sees it."""
+        *_, last = self._chunk_parts(part)
+        return self.level_between(part.member, last.member)
+
     def members(self, level: int, member: int) -> range:
         """Return the members of a member's segment at a level."""
         return next(members for members in self.levels[level - 1] if member in members)
@@ -168,8 +185,22 @@ class DropSchedule:
             tuple(group.drop_ratio(level, head) for level in levels) for head in self.kv_heads
         )
 
+    def head_coverages(self, layer: int) -> tuple[tuple[float, ...], ...] | None:
+        """Return the coverages of each local KV head at levels 1 .. N_v; None if `head_ratios`
+        hold."""
+        group = self.plan.layer_group(layer)
+        if not group.coverages or self._is_exact(layer):
+            return None
+        levels = range(1, self.plan.levels + 1)
+        coverages = tuple(
+            tuple(group.coverage(level, head) for level in levels) for head in self.kv_heads
+        )
+        return coverages if any(share < 1.0 for shares in coverages for share in shares) else None
+
     def drops(self, layer: int) -> bool:
         """Return True if a layer drops tokens."""
+        if self.head_coverages(layer) is not None:
+            return True
         return any(ratio for ratios in self.head_ratios(layer) for ratio in ratios)
 
     def narrows(self, layer: int) -> bool:
@@ -179,7 +210,7 @@ class DropSchedule:
         """
         if not self.plan.decode_kept_only or self._is_exact(layer):
             return False
-        return any(any(ratios) for ratios in self.plan.layer_group(layer).drop_ratios)
+        return self.plan.layer_group(layer).drops
 
     def micro_partitions(self, layer: int) -> tuple[int, ...]:
         """Return the number of micro-partitions (M) at levels 1 .. N_v."""
@@ -204,6 +235,14 @@ def always_kept(plan: CsaPlan, chunk: PrefillChunk, part: LevelPart) -> tuple[ra
     end = chunk.start + chunk.length
     first = max(sinks.stop, end - plan.tail - part.start)
     return sinks, range(min(first, part.length), part.length)
+
+
+def always_kept_mask(plan: CsaPlan, chunk: PrefillChunk, part: LevelPart) -> Tensor:
+    """Return which rows of a part are never dropped, (t,) bool on the host."""
+    always_t = torch.zeros(part.length, dtype=torch.bool)
+    for rows in always_kept(plan, chunk, part):
+        always_t[rows.start : rows.stop] = True
+    return always_t
 
 
 def kept_counts(

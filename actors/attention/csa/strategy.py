@@ -13,18 +13,23 @@ If a prompt comes in chunks, levels, kept sets and dropped queries concern the t
 and every row sees all history exactly. The first chunk has the sinks, the last the tail. The last
 queries of each chunk score importance, because the queries at the end of the prompt are not known
 earlier. History gets its probability mass in each row, but is never dropped.
+
+With drop ratios all members know how many tokens each part keeps. With coverages only the member of
+a part does, when its keys are scored; it tells the others before the first all-to-all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
+from csps.actors.attention.base.dropped_mass import mass_without
 from csps.actors.attention.base.group import SpGroup
 from csps.actors.attention.base.history import (
     History,
@@ -38,6 +43,7 @@ from csps.actors.attention.base.levels import (
     LevelGeometry,
     LevelPart,
     always_kept,
+    always_kept_mask,
     kept_counts,
     spanning_parts,
 )
@@ -58,7 +64,10 @@ from csps.actors.attention.csa.kept_rows import KeptOrder, KeptRows, LevelBuffer
 from csps.actors.attention.csa.level_attention import FirstAllToAll, OwnedLevel
 from csps.actors.attention.csa.routes import HeadCounts, Routes
 from csps.actors.attention.csa.running_attention import OutputAllToAll, OwnRows, attend_own_levels
+from csps.actors.comm.mesh import Tag
+from csps.actors.comm.transfers import Label
 from csps.actors.kv_cache.kv_pool import KvPool
+from csps.kernels.importance import covering_counts
 from csps.kernels.merge import merge_sink
 from csps.models.network.network import Layer
 from csps.models.network.rope import Rotary
@@ -101,6 +110,8 @@ class Csa(OverlappingStrategy):
         """True while every exchange that begins also ends a phase."""
         self._scored_at_once = plan.importance_layer == "same"
         self._routes: dict[object, Routes] = {}
+        self._covering_routes: Routes
+        """Routes of the layer at work, if its coverages decide how many tokens are kept."""
         self._history = History(
             group,
             pool,
@@ -306,6 +317,8 @@ class Csa(OverlappingStrategy):
             index: self._scorer.importance(part, self._transfers)
             for index, part in self._own.items()
         }
+        if self._schedule.head_coverages(layer) is not None:
+            self._covering_routes = self._routes_of(layer, self._covering(layer, importance))
         with self._timeline.phase("select", layer=layer):
             rows.restrict(
                 {
@@ -314,30 +327,113 @@ class Csa(OverlappingStrategy):
                 }
             )
 
+    def _covering(self, layer: int, importance: Mapping[int, Tensor]) -> HeadCounts:
+        """Return the numbers of tokens that cover the layer's coverages.
+
+        The owner of a part counts, and sends its numbers to all members: one message to each, of
+        one number per KV head and farther level of each of its parts.
+        """
+        coverages = self._schedule.head_coverages(layer)
+        levels, group = self._schedule.plan.levels, self._group
+        shape = len(self._schedule.kv_heads), levels - 1
+        shares_gv = torch.tensor(coverages, dtype=torch.float64)[:, 1:]
+        with self._timeline.phase("select", layer=layer):
+            own = [
+                covering_counts(
+                    importance[index],
+                    shares_gv,
+                    always_t=always_kept_mask(
+                        self._schedule.plan, group.step.chunks[part.chunk], part
+                    ),
+                )
+                for index, part in self._own.items()
+            ]
+        counts: dict[int, Tensor] = {
+            member: torch.empty(len(parts), *shape, dtype=torch.int32, device=group.mesh.device)
+            for member, parts in self._active_parts.items()
+        }
+        if own:
+            counts[group.member] = torch.stack(own).int()
+        mine = counts[group.member]
+        transfer = self._transfers.start(
+            [(group.peers[member], mine) for member in group.others],
+            [(group.peers[member], counts[member]) for member in group.others],
+            Tag.IMPORTANCE,
+            Label(phase="importance exchange", layer=layer),
+        )
+        self._transfers.wait(transfer)
+        kept = [((part.length,) * levels,) * shape[0] for part in self._geometry.parts]
+        for member, parts in self._active_parts.items():
+            for part, of_heads in zip(parts, counts[member].tolist(), strict=True):
+                kept[part.index] = tuple((part.length, *of_levels) for of_levels in of_heads)
+        return self._head_counts(kept)
+
+    @property
+    def _active_parts(self) -> Mapping[int, Sequence[LevelPart]]:
+        """Parts of each member, without those of cancelled chunks."""
+        active = [
+            part for part in self._geometry.parts if part.chunk not in self._geometry.cancelled
+        ]
+        return {
+            member: [part for part in active if part.member == member]
+            for member in range(self._group.size)
+        }
+
     def _orders(self, layer: int, part: LevelPart, importance_gt: Tensor) -> tuple[KeptOrder, ...]:
         """Return the kept order of a part, by runs of KV heads that keep equally many."""
         always = always_kept(self._schedule.plan, self._group.step.chunks[part.chunk], part)
         counts = self._layer_routes(layer).counts.kept[part.index]
         bounds = [0, *self._layer_routes(layer).counts.boundaries(), self._kv_heads]
-        heads = [slice(a, b) for a, b in pairwise(bounds)]
-        return tuple(
-            KeptOrder(run, nested_order(importance_gt[run], counts[run.start][1:], always))
-            for run in heads
-            if counts[run.start][-1] < part.length
+        orders = []
+        for run in (slice(a, b) for a, b in pairwise(bounds)):
+            order_gk = None
+            if counts[run.start][-1] < part.length:
+                order_gk = nested_order(importance_gt[run], counts[run.start][1:], always)
+                orders.append(KeptOrder(run, order_gk))
+            self._tally(layer, part, run, importance_gt[run], order_gk)
+        return tuple(orders)
+
+    def _tally(
+        self,
+        layer: int,
+        part: LevelPart,
+        run: slice,
+        importance_gt: Tensor,
+        order_gk: Tensor | None,
+    ) -> None:
+        """Count the mass of a part that its chunk's last queries do not see in a layer."""
+        level = self._geometry.level_of_last_queries(part)
+        total_g = importance_gt.sum(dim=1)
+        dropped_g = torch.zeros_like(total_g)
+        if level > 1 and order_gk is not None:
+            kept = self._layer_routes(layer).counts.kept[part.index][run.start][level - 1]
+            dropped_g = mass_without(importance_gt, order_gk[:, :kept])
+        self._group.dropped_mass.add(
+            self._group.step.chunks[part.chunk].sequence_id,
+            layer,
+            run,
+            kv_heads=self._kv_heads,
+            dropped_g=dropped_g,
+            total_g=total_g,
         )
 
     def _layer_routes(self, layer: int) -> Routes:
-        """Return the routes of a layer; layers with equal numbers have one object."""
+        """Return the routes of a layer; layers with equal ratios have one object."""
+        if self._schedule.head_coverages(layer) is not None:
+            return self._covering_routes
         ratios, cuts = self._schedule.head_ratios(layer), self._micro_partitions(layer)
         if (ratios, cuts) not in self._routes:
-            self._routes[ratios, cuts] = Routes(
-                self._geometry,
-                self._counts(ratios),
-                heads=self._heads,
-                kv_heads=self._kv_heads,
-                micro_partitions=cuts,
-            )
+            self._routes[ratios, cuts] = self._routes_of(layer, self._counts(ratios))
         return self._routes[ratios, cuts]
+
+    def _routes_of(self, layer: int, counts: HeadCounts) -> Routes:
+        return Routes(
+            self._geometry,
+            counts,
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            micro_partitions=self._micro_partitions(layer),
+        )
 
     def _micro_partitions(self, layer: int) -> tuple[int, ...]:
         # Without overlap there is one exchange; splitting it would hide nothing.
@@ -346,13 +442,18 @@ class Csa(OverlappingStrategy):
 
     def _counts(self, ratios: tuple[tuple[float, ...], ...]) -> HeadCounts:
         plan, chunks = self._schedule.plan, self._group.step.chunks
-        return HeadCounts(
-            kept=tuple(
+        return self._head_counts(
+            [
                 tuple(kept_counts(plan, chunks, part, head_ratios) for head_ratios in ratios)
                 for part in self._geometry.parts
-            ),
+            ]
+        )
+
+    def _head_counts(self, kept: Sequence[tuple[tuple[int, ...], ...]]) -> HeadCounts:
+        return HeadCounts(
+            kept=tuple(kept),
             parts=self._geometry.parts,
-            drop_queries=plan.drop_queries,
+            drop_queries=self._schedule.plan.drop_queries,
         )
 
     def _new_scorer(self, parts: tuple[LevelPart, ...]) -> ImportanceScorer:

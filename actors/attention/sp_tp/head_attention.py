@@ -13,21 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
+from csps.actors.attention.base.dropped_mass import DroppedMassTally, mass_without
 from csps.actors.attention.base.levels import (
     DropSchedule,
     LevelGeometry,
     LevelPart,
-    always_kept,
+    always_kept_mask,
     kept_counts,
 )
 from csps.actors.attention.base.yield_points import query_blocks
 from csps.kernels.attention import attention
-from csps.kernels.importance import gather_kept, importance, select
+from csps.kernels.importance import covering_counts, gather_kept, importance, select
 from csps.kernels.merge import merge_into, nothing_seen
 from csps.protocols.gang.step_messages import PrefillChunk
 
@@ -203,9 +205,17 @@ class FarKeys:
         self._parts = parts
         self._plan = schedule.plan
         self._chunks = chunks
+        self._layer, self._heads = layer, kv_heads
+        self._kv_heads = len(schedule.kv_heads)
         self._ratios = schedule.head_ratios(layer)[kv_heads]
+        coverages = schedule.head_coverages(layer)
+        self._coverages = None if coverages is None else coverages[kv_heads]
         self._importance = dict(importance)
         self._kept: dict[tuple[range, int, int], list[tuple[slice, Tensor, Tensor]]] = {}
+        self._counts: dict[range, Sequence[Sequence[int]]] = {}
+        """Numbers of kept tokens by part, [own KV head][level - 1]."""
+        self._dropped: list[tuple[int, slice, Tensor]] = []
+        """Mass that the last queries of a chunk do not see: (chunk, own KV heads, (g,))."""
 
     def rectangles(
         self, chunk: int, queries: range, keys: range
@@ -237,37 +247,71 @@ class FarKeys:
         key = part, level, heads.start
         if key not in self._kept:
             self._kept[key] = [
-                (run, *self._gather(keys, part, count, run))
-                for count, run in self._equal_counts(part, level, heads)
+                (run, *self._gather(keys, part, level, count, run))
+                for count, run in self._equal_counts(keys, part, level, heads)
             ]
         return self._kept[key]
 
-    def _equal_counts(self, part: range, level: int, heads: slice) -> Iterator[tuple[int, slice]]:
-        numbers = range(heads.start, heads.stop)
-        for count, run in groupby(numbers, key=lambda head: self._count(part, level, head)):
+    def add_dropped(self, tally: DroppedMassTally) -> None:
+        """Add the mass that the layer has dropped to a tally, when its attention is complete."""
+        for chunk, importance_gt in self._importance.items():
+            sequence_id, nothing_g = self._chunks[chunk].sequence_id, importance_gt.sum(dim=1)
+            add = partial(tally.add, sequence_id, self._layer, kv_heads=self._kv_heads)
+            add(self._heads, dropped_g=torch.zeros_like(nothing_g), total_g=nothing_g)
+            for dropped_chunk, run, dropped_g in self._dropped:
+                if dropped_chunk == chunk:
+                    first = self._heads.start
+                    heads = slice(first + run.start, first + run.stop)
+                    add(heads, dropped_g=dropped_g, total_g=torch.zeros_like(dropped_g))
+
+    def _equal_counts(
+        self, keys: RowAttention, part: range, level: int, heads: slice
+    ) -> Iterator[tuple[int, slice]]:
+        numbers, counts = range(heads.start, heads.stop), self._counts_of(keys, part)
+        for count, run in groupby(numbers, key=lambda head: counts[head][level - 1]):
             members = list(run)
             yield count, slice(members[0], members[-1] + 1)
 
-    def _count(self, part: range, level: int, head: int) -> int:
-        counts = kept_counts(self._plan, self._chunks, self._parts.parts[part], self._ratios[head])
-        return counts[level - 1]
+    def _counts_of(self, keys: RowAttention, part: range) -> Sequence[Sequence[int]]:
+        if part not in self._counts:
+            level_part = self._parts.parts[part]
+            if self._coverages is None:
+                self._counts[part] = [
+                    kept_counts(self._plan, self._chunks, level_part, ratios)
+                    for ratios in self._ratios
+                ]
+            else:
+                counts_gv = covering_counts(
+                    self._part_importance(keys, part),
+                    torch.tensor(self._coverages, dtype=torch.float64),
+                    always_t=self._always(level_part),
+                )
+                self._counts[part] = counts_gv.tolist()
+        return self._counts[part]
 
     def _gather(
-        self, keys: RowAttention, part: range, count: int, heads: slice
+        self, keys: RowAttention, part: range, level: int, count: int, heads: slice
     ) -> tuple[Tensor, Tensor]:
         rows = slice(part.start, part.stop)
         k_tgd, v_tgd = keys.k_Tgd[rows, heads], keys.v_Tgd[rows, heads]
         if count == len(part):
             return k_tgd, v_tgd
         level_part = self._parts.parts[part]
-        first = self._parts.of_chunk(level_part.chunk)[0].start
-        columns = slice(part.start - first, part.stop - first)
-        importance_gt = self._importance_of(keys, level_part.chunk)[heads, columns]
-        always_t = torch.zeros(len(part), dtype=torch.bool)
-        for run in always_kept(self._plan, self._chunks[level_part.chunk], level_part):
-            always_t[run.start : run.stop] = True
-        kept_gk = select(importance_gt, count, always_t=always_t)
+        importance_gt = self._part_importance(keys, part)[heads]
+        kept_gk = select(importance_gt, count, always_t=self._always(level_part))
+        if level == self._parts.level_of_last_queries(level_part):
+            dropped_g = mass_without(importance_gt, kept_gk)
+            self._dropped.append((level_part.chunk, heads, dropped_g))
         return gather_kept(k_tgd, kept_gk), gather_kept(v_tgd, kept_gk)
+
+    def _always(self, part: LevelPart) -> Tensor:
+        return always_kept_mask(self._plan, self._chunks[part.chunk], part)
+
+    def _part_importance(self, keys: RowAttention, part: range) -> Tensor:
+        """Return the importance (g, t) of a part's keys."""
+        chunk = self._parts.parts[part].chunk
+        first = self._parts.of_chunk(chunk)[0].start
+        return self._importance_of(keys, chunk)[:, part.start - first : part.stop - first]
 
     def _importance_of(self, keys: RowAttention, chunk: int) -> Tensor:
         """Return the importance from the layer before, or from this one."""
@@ -283,7 +327,8 @@ class FarParts:
     """Parts of chunks that span members, by rows, and the level at which two parts meet."""
 
     def __init__(self, geometry: LevelGeometry, bounds: Sequence[int]) -> None:
-        self._levels = geometry.levels
+        self.level_of_last_queries = geometry.level_of_last_queries
+        self._level_between = geometry.level_between
         self.parts: Mapping[range, LevelPart] = {
             range(bounds[part.member] + part.rows.start, bounds[part.member] + part.rows.stop): part
             for part in geometry.parts
@@ -296,13 +341,7 @@ class FarParts:
 
     def level(self, queries: range, keys: range) -> int:
         """Return the lowest level that has both parts in one segment."""
-        members = {self.parts[queries].member, self.parts[keys].member}
-        together = (
-            number
-            for number, segments in enumerate(self._levels, start=1)
-            if any(members.issubset(segment) for segment in segments)
-        )
-        return next(together)
+        return self._level_between(self.parts[queries].member, self.parts[keys].member)
 
 
 def _readers(block: HeadBlock, keys: slice) -> slice:

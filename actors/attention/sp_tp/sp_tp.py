@@ -24,6 +24,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from csps.actors.attention.base.dropped_mass import DroppedMassTally
 from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.base.group import (
     HeadSplit,
@@ -134,6 +135,7 @@ class SpTp(OverlappingStrategy):
             if self._split.query_count(self._group.member):
                 work = self._layer(index, layer, gather.rows_td)
                 work.run(self._planned(index), gather, reduce, self._transfers)
+                work.add_dropped(self._group.dropped_mass)
                 if index not in self._engine.spec.near_layers:
                     self._importance = self._next_importance(index, work)
             else:
@@ -313,6 +315,7 @@ class SpTpLayer:
         self._history_result: tuple[Tensor, Tensor] | None = None
         self._timeline = group.clock.timeline
         self._index, self._sinks_h = index, sinks_h
+        self._far_keys = far_keys
         self.attention = RowAttention(
             group.step.chunks,
             blocks,
@@ -355,6 +358,11 @@ class SpTpLayer:
                         reduce.add(part, self._layer.output_part(out_thd))
                     # No yield point here: `RowReduce.result` begins the delayed transfers.
                     transfers.progress()
+
+    def add_dropped(self, tally: DroppedMassTally) -> None:
+        """Add the mass that the layer has dropped to a tally."""
+        if self._far_keys is not None:
+            self._far_keys.add_dropped(tally)
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, shard, dim = len(self._rows_td), self._layer.shard, self._layer.spec.head_dim

@@ -12,6 +12,7 @@ from itertools import groupby
 from csps.configurator.model.scaling_information_base import AccuracyRow
 from csps.configurator.regressors.samples import Setting, accuracy_samples, places_of
 from csps.configurator.regressors.support import Support
+from csps.configurator.search.space import LayerGroups
 from csps.services.profiling.accuracy.profile import Enumeration, Point
 
 
@@ -44,8 +45,16 @@ class ChosenPoints(Enumeration):
                     point for point, loss in zip(branch, losses, strict=True) if loss <= bound
                 ]
                 if within:
-                    chosen.add(max(within, key=lambda point: point.drop_ratio))
+                    chosen.add(max(within, key=lambda point: point.largest))
         yield from (point for point in super().points(tokens) if point in chosen)
+
+    def layer_points(self, tokens: int, spreads: LayerGroups) -> Iterator[Point]:
+        """Yield nothing: shorter prompts relate the layers."""
+        return iter(())
+
+    def graded_points(self, tokens: int, groups: LayerGroups) -> Iterator[Point]:
+        """Yield nothing: bounds choose among `points`."""
+        return iter(())
 
     def _setting(self, point: Point) -> Setting:
         return Setting(

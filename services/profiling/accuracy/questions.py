@@ -35,6 +35,7 @@ from csps.models.needle_prompts.tasks import (
     TaskName,
     write_prompt,
 )
+from csps.models.network.spec import ModelSpec
 from csps.protocols.attention.csa import CsaPlan
 from csps.services.evaluation.cases import Case, Evaluation, cases
 from csps.services.evaluation.local_model import LocalModel
@@ -336,9 +337,13 @@ def _answers(kind: QuestionKind, model: LocalModel, tokens: int) -> bool:
 
 def exact_logits(model: LocalModel, asked: AskedPrompt) -> Tensor:
     """Compute a prompt's logits with exact attention, (s, v)."""
+    return asked.prompt.logits(exact_group(model.network.spec, asked.tokens))
+
+
+def exact_group(spec: ModelSpec, tokens: int) -> EmulatedGroup:
+    """Return a group of one instance, which attends exactly."""
     plan = CsaPlan(locations=("0-0-0",), levels=1)
-    group = EmulatedGroup(spec=model.network.spec, plan=plan, tokens=asked.tokens)
-    return asked.prompt.logits(group)
+    return EmulatedGroup(spec=spec, plan=plan, tokens=tokens)
 
 
 def _asked(model: LocalModel, case: Case) -> Iterator[AskedQuestion]:

@@ -368,6 +368,8 @@ class RequestEvents:
 
     def _cancelled(self, event: ev.RequestCancelled) -> None:
         if (request := self._requests.live.get(event.request_id)) is not None:
+            if request.sequence is not None:
+                self._sequences.abandon(request.sequence, event.generated_tokens, event.hashes)
             request.note_generated(event.generated_tokens)
             self._requests.end(request)
 

@@ -170,7 +170,12 @@ class Sequences:
         good = sequence.first_token_ns is not None and not sequence.prefill_cancelled
         hashes = sequence.request.hashes if good else ()
         self._prefix.prefilled(
-            sequence.prefill, sequence.id, sequence.request, hashes, sequence.retained_slices
+            sequence.prefill,
+            sequence.id,
+            sequence.request,
+            hashes,
+            sequence.retained_slices,
+            sequence.prefill_ref,
         )
         self._unref_prefill(sequence)
 
@@ -206,7 +211,9 @@ class Sequences:
             self.freed(sequence, instance)
         slices = (*own(sequence.slices), *to_come)
         whole = (prompt + generated_tokens - 1) // self._prefix.settings.block_tokens
-        self._prefix.decoded(gang, sequence.id, sequence.request, hashes[:whole], slices, slots)
+        self._prefix.decoded(
+            gang, sequence.id, sequence.request, hashes[:whole], slices, slots, ref
+        )
         if ref is not None:
             self._prefix.unref(ref)
 
@@ -285,11 +292,20 @@ class Sequences:
             return
         self._end(sequence, [sequence.decode] if sequence.joined_ns is None else [])
 
-    def abandon(self, sequence: Sequence) -> None:
-        """End a sequence of which nobody wants the rest, and retain its KV if it can be reused."""
+    def abandon(
+        self, sequence: Sequence, generated_tokens: int = 0, hashes: tuple[bytes, ...] = ()
+    ) -> None:
+        """End a sequence of which nobody wants the rest, and retain its KV if it can be reused.
+
+        Args:
+            generated_tokens: that were delivered, over all sequences of the request.
+            hashes: of the answer's blocks.
+        """
         good = self._is_resident(sequence) and not sequence.moving and not sequence.over
         if good and sequence.retain:
-            self._retain(sequence, 1, sequence.request.hashes)
+            # Delivered tokens but the last have KV, even where ranks have sampled more since.
+            known = max(1, generated_tokens - sequence.generated_before)
+            self._retain(sequence, known, (*sequence.request.hashes, *hashes))
         else:
             self.close(sequence)
 

@@ -117,6 +117,8 @@ class RequestCancelled(Event, frozen=True, tag="request_cancelled"):
     request_id: RequestId
     generated_tokens: int = 0
     """Delivered tokens of the answer, over all sequences of the request."""
+    hashes: tuple[bytes, ...] = ()
+    """Hashes of the blocks that follow those of `Submitted` and have KV now."""
 
 
 # --- sequences ---

@@ -136,6 +136,19 @@ class Ledger:
             self._slots[owner][instance] = count
             self._instances[instance].used -= before - count
 
+    def transfer(self, owner: int, heir: int, slots: dict[InstanceId, int]) -> None:
+        """Give slots of one owner to another."""
+        assert owner != heir, f"owner {owner} inherits from itself"
+        before, after = self._slots[owner], self._slots.setdefault(heir, {})
+        for instance, count in slots.items():
+            assert 0 < count <= before.get(instance, 0), f"owner {owner} lacks slots of {instance}"
+            before[instance] -= count
+            if not before[instance]:
+                del before[instance]
+            after[instance] = after.get(instance, 0) + count
+        if not before:
+            del self._slots[owner]
+
     def slots_of(self, owner: int) -> dict[InstanceId, int]:
         """Return the owner's slots by instance."""
         return dict(self._slots.get(owner, {}))

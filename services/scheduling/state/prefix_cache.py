@@ -19,7 +19,7 @@ from csps.services.scheduling.events.events import (
 from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.ledger import Ledger
-from csps.services.scheduling.state.prefix_tree import Hashes, PrefixTree
+from csps.services.scheduling.state.prefix_tree import Hashes, PrefixTree, Segment
 from csps.services.scheduling.state.state import Cached, Gang, Instance, PrefixRef, Request, Round
 
 
@@ -36,7 +36,8 @@ class PrefixCache:
         self._most = Fraction(settings.max_share).limit_denominator(1000)
         self.trees: dict[GangId, PrefixTree] = {}
         self.ledger = Ledger()
-        """Slots of sequences that are over where they hold them, those being evicted included."""
+        """Slots of sequences that are over where they hold them, those being evicted included. Of
+        slots with several names, the last one counts."""
         self._slots: dict[InstanceId, int] = {}
         """Sums of the ledger by instance."""
         self._pending_acks: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
@@ -113,6 +114,7 @@ class PrefixCache:
         request: Request,
         hashes: Hashes,
         slices: tuple[KvSlice, ...],
+        reused: PrefixRef | None,
     ) -> None:
         """Retain what a sequence has computed where it is not decoded.
 
@@ -120,17 +122,20 @@ class PrefixCache:
             request: that it served.
             hashes: of its prompt; empty if the KV is corrupted.
             slices: placement of all that it has computed.
+            reused: reference to what it has reused, if anything.
         """
         self._take(source, tokens_on(slices))
-        start, stop = (
-            min(kv_slice.start for kv_slice in slices),
-            max(kv_slice.stop for kv_slice in slices),
-        )
-        inserted = self._insert(gang, source, request, hashes, slices)
-        before, behind = range(start, inserted.start), range(inserted.stop, stop)
-        for rest in (before, behind) if inserted else (range(start, stop),):
+        stop = max(kv_slice.stop for kv_slice in slices)
+        retained = self._insert(gang, source, request, hashes, slices)
+        left = self._take_over(gang, source, reused) if retained else []
+        # The ranks have retained all that the sequence has computed and reused.
+        start = 0 if reused is not None else min(kv_slice.start for kv_slice in slices)
+        first = left[-1].start if left else retained.start
+        before, behind = range(start, first), range(retained.stop, stop)
+        for rest in (before, behind) if retained else (range(start, stop),):
             if rest:
                 self._command(EvictKv, gang, source, rest)
+        self._evict_left(gang, left)
         self._update(gang)
 
     def decoded(
@@ -141,6 +146,7 @@ class PrefixCache:
         hashes: Hashes,
         slices: tuple[KvSlice, ...],
         slots: dict[InstanceId, int],
+        reused: PrefixRef | None,
     ) -> None:
         """Retain what a sequence has computed where it was decoded.
 
@@ -149,10 +155,35 @@ class PrefixCache:
             hashes: of prompt and answer.
             slices: placement of what it has computed, or may have.
             slots: of the sequence; this ledger takes them over.
+            reused: reference to what it has reused, if anything.
         """
         self._take(source, slots)
-        self._command(RetainKv, gang, source, self._insert(gang, source, request, hashes, slices))
+        retained = self._insert(gang, source, request, hashes, slices)
+        left = self._take_over(gang, source, reused) if retained else []
+        start = left[-1].start if left else retained.start
+        self._command(RetainKv, gang, source, range(start, retained.stop))
+        self._evict_left(gang, left)
         self._update(gang)
+
+    def _take_over(self, gang: Gang, heir: SequenceId, reused: PrefixRef | None) -> list[Segment]:
+        """Let a sequence take over what it has reused (`PrefixTree.take_over`). Its instances share
+        the slots already, so that no message has to come before the next request."""
+        if reused is None:
+            return []
+
+        def answered(source: SequenceId) -> bool:
+            return (gang.id, source) not in self._pending_acks
+
+        left = self.trees[gang.id].take_over(heir, reused.segment, answered)
+        for segment in left:
+            self.ledger.transfer(segment.source, heir, tokens_on(segment.slices))
+        return left
+
+    def _evict_left(self, gang: Gang, left: Iterable[Segment]) -> None:
+        """Free the former names of KV. No slot is freed: it has another name."""
+        for segment in left:
+            stop = self.trees[gang.id].stop(segment)
+            self._command(EvictKv, gang, segment.source, range(segment.start, stop))
 
     def _insert(
         self,

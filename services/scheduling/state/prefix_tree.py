@@ -1,19 +1,24 @@
 """Radix tree of the KV that a gang has retained, by prompt prefix.
 
-A *segment* is a run of blocks that one sequence has computed. Its children are the segments that
-follow it in some prompt. Blocks are named by chain hashes, which cover all tokens up to their ends,
-so that equal hashes are equal prefixes. Segments are cut only where prompts part or a reference
-ends: a million tokens that no other prompt begins with are one segment and not 16,000 blocks.
+A *segment* is a run of blocks that lie under the name of one sequence. Its children are the
+segments that follow it in some prompt. Blocks are named by chain hashes, which cover all tokens up
+to their ends, so that equal hashes are equal prefixes. Segments are cut only where prompts part or
+a reference ends: a million tokens that no other prompt begins with are one segment and not 16,000
+blocks.
+
+The turns of a conversation are one segment, too. Each turn reads the turns before it, so it can
+*take over* what nobody else reads: instances then store all of it under the name of the newest
+turn. Equal neighbors merge. Eviction still takes a conversation turn by turn, the last one first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, takewhile
 
 import msgspec
 
-from csps.protocols.core.placement import KvSlice, Span, tokens_on, within
+from csps.protocols.core.placement import KvSlice, Span, joined, tokens_on, within
 from csps.services.scheduling.events.events import InstanceId, SequenceId, TenantId
 
 Hashes = tuple[bytes, ...]
@@ -29,9 +34,13 @@ class Segment(msgspec.Struct, kw_only=True, eq=False):
     hashes: Hashes
     tenant: TenantId
     source: SequenceId
-    """Sequence that computed them; instances store them under its id."""
+    """Sequence under whose id instances store them: it computed them or took them over."""
     slices: tuple[KvSlice, ...]
     """Placement, each position once."""
+    seams: tuple[int, ...] = ()
+    """Positions at which segments were merged, ascending. Eviction takes what is between two."""
+    used: int = 0
+    """Number of its last use; equal where segments were used together."""
     children: dict[bytes, Segment] = msgspec.field(default_factory=dict)
     """Next segments, by their first hashes."""
     refs: int = 0
@@ -50,6 +59,7 @@ class PrefixTree:
         self._roots: dict[bytes, Segment] = {}
         self._recent: dict[Segment, None] = {}
         """All segments, the least recently used first; each after all behind it."""
+        self._uses = 0
         self.version = 0
         """Number that changes whenever `match`, `slices` or `unreferenced` may answer differently.
         """
@@ -87,7 +97,7 @@ class PrefixTree:
     def slices(self, path: Sequence[Segment], tokens: int) -> tuple[KvSlice, ...]:
         """Return the placement of the first tokens of a path."""
         wanted = Span(0, tokens)
-        return tuple(
+        return joined(
             kv_slice
             for segment in path
             if segment.start < tokens
@@ -118,6 +128,32 @@ class PrefixTree:
     def unref(self, segment: Segment) -> None:
         """Release a reference."""
         self._add_ref(segment, -1)
+        (behind,) = segment.children.values() if len(segment.children) == 1 else (segment,)
+        self._merge_upwards(behind)
+
+    def _merge_upwards(self, segment: Segment) -> None:
+        """Merge a segment and those before it where they are equal but for their positions.
+
+        Whatever cuts them again, cuts at the same positions as if they had not been merged: they
+        have the same references and were used together, so they are neighbors in `_recent`.
+        """
+        while (before := segment.parent) is not None:
+            equal = (
+                len(before.children) == 1
+                and (before.source, before.refs) == (segment.source, segment.refs)
+                and (before.used, before.tenant) == (segment.used, segment.tenant)
+            )
+            if not equal:
+                segment = before
+                continue
+            self.version += 1
+            # Those who reference all of both hold the back one.
+            segment.seams = (*before.seams, segment.start, *segment.seams)
+            segment.parent, segment.start = before.parent, before.start
+            segment.hashes = before.hashes + segment.hashes
+            segment.slices = joined((*before.slices, *segment.slices))
+            self._children_of(segment.parent)[segment.hashes[0]] = segment
+            del self._recent[before]
 
     def _add_ref(self, last: Segment, change: int) -> None:
         self.version += 1
@@ -128,9 +164,11 @@ class PrefixTree:
                 self._count_unreferenced(upward, -change)
 
     def _touch(self, last: Segment) -> None:
+        self._uses += 1
         for upward in _upwards(last):
             self._recent.pop(upward, None)
             self._recent[upward] = None
+            upward.used = self._uses
 
     # --- inserting and evicting ---
 
@@ -169,6 +207,35 @@ class PrefixTree:
         self._touch(new)
         return range(here, stop)
 
+    def take_over(
+        self, heir: SequenceId, reused: Segment, may_leave: Callable[[SequenceId], bool]
+    ) -> list[Segment]:
+        """Store what a sequence has reused under its own name, as far as nobody else reads it and
+        nothing but the sequence's own segment is behind it.
+
+        Args:
+            heir: sequence that still references what it has reused.
+            reused: last segment that it has reused.
+            may_leave: returns whether KV may lose a name.
+
+        Returns:
+            The segments as they were, from the last one on.
+        """
+        behind = next(iter(reused.children.values()), None)
+        if behind is None or behind.source != heir:
+            return []
+        left = []
+        for segment in _upwards(reused):
+            alone = segment.refs == 1 and len(segment.children) == 1
+            if not (alone and segment.tenant == behind.tenant and may_leave(segment.source)):
+                break
+            left.append(msgspec.structs.replace(segment))
+            segment.source = heir
+            segment.slices = tuple(
+                [KvSlice.of(kv_slice.instance, kv_slice.span, heir) for kv_slice in segment.slices]
+            )
+        return left
+
     def evict(self, needed: Mapping[InstanceId, int]) -> list[tuple[SequenceId, range]]:
         """Evict the least recently used segments that nobody references, with all behind them,
         until so many tokens have gone from these instances or nothing more can go.
@@ -177,17 +244,35 @@ class PrefixTree:
             Sequences and their positions that are no longer retained.
         """
         left, gone = dict(needed), list[Segment]()
-        for segment in list(self._recent):
+        for segment, start in self._evictable():
             if not any(count > 0 for count in left.values()):
                 break
-            if segment.refs or segment not in self._recent:
-                continue
-            if any(left.get(kv_slice.instance, 0) > 0 for kv_slice in segment.slices):
-                for removed in self._remove(segment):
+            piece = within(segment.slices, Span(start, self.stop(segment)))
+            if any(left.get(kv_slice.instance, 0) > 0 for kv_slice in piece):
+                for removed in self._remove(segment, start):
                     gone.append(removed)
                     for instance, tokens in tokens_on(removed.slices).items():
                         left[instance] = left.get(instance, 0) - tokens
-        return [(segment.source, range(segment.start, self.stop(segment))) for segment in gone]
+        return self._ranges(gone)
+
+    def _evictable(self) -> Iterator[tuple[Segment, int]]:
+        """Yield unreferenced segments, the least recently used first, and each position from which
+        on one may be evicted, the last first. What was yielded may be evicted meanwhile."""
+        for segment in list(self._recent):
+            for start in (*reversed(segment.seams), segment.start):
+                if segment.refs or segment not in self._recent:
+                    break
+                yield segment, start
+
+    def _ranges(self, gone: Iterable[Segment]) -> list[tuple[SequenceId, range]]:
+        """Return the sources of removed segments and their positions, neighbors together."""
+        found: list[tuple[SequenceId, range]] = []
+        for segment in gone:
+            start, stop = segment.start, self.stop(segment)
+            if found and found[-1] == (segment.source, range(stop, found[-1][1].stop)):
+                stop = found.pop()[1].stop
+            found.append((segment.source, range(start, stop)))
+        return found
 
     def unreferenced_of(self, tenant: TenantId) -> int:
         """Return the tokens of a tenant's segments that nobody references."""
@@ -201,24 +286,43 @@ class PrefixTree:
             Sequences and their positions that are no longer retained.
         """
         gone = list[Segment]()
-        for segment in list(self._recent):
+        for segment, start in self._evictable():
             if self.unreferenced_of(tenant) <= most:
                 break
-            if segment.tenant == tenant and not segment.refs and segment in self._recent:
-                gone += self._remove(segment)
-        return [(segment.source, range(segment.start, self.stop(segment))) for segment in gone]
+            if segment.tenant == tenant:
+                gone += self._remove(segment, start)
+        return self._ranges(gone)
 
-    def _remove(self, segment: Segment) -> list[Segment]:
-        """Remove the segment and all behind it."""
+    def _remove(self, segment: Segment, start: int) -> list[Segment]:
+        """Remove what a segment has from a position on, and all behind it."""
         self.version += 1
-        del self._children_of(segment.parent)[segment.hashes[0]]
-        gone = [segment]
+        if start > segment.start:
+            gone = [self._cut_off(segment, start)]
+        else:
+            del self._children_of(segment.parent)[segment.hashes[0]]
+            del self._recent[segment]
+            gone = [segment]
         for removed in gone:
             gone.extend(removed.children.values())
-            del self._recent[removed]
+            self._recent.pop(removed, None)
             self._count(self.cached_tokens, removed, -1)
             self._count_unreferenced(removed, -1)
         return gone
+
+    def _cut_off(self, segment: Segment, at: int) -> Segment:
+        """Cut the back off a segment that nobody references; return it, with all children."""
+        blocks = (at - segment.start) // self._block
+        back = msgspec.structs.replace(
+            segment,
+            start=at,
+            hashes=segment.hashes[blocks:],
+            slices=within(segment.slices, Span(at, self.stop(segment))),
+            seams=(),
+        )
+        segment.hashes, segment.children = segment.hashes[:blocks], {}
+        segment.slices = within(segment.slices, Span(segment.start, at))
+        segment.seams = tuple([seam for seam in segment.seams if seam < at])
+        return back
 
     def _cut(self, segment: Segment, at: int) -> Segment:
         """Cut a segment at a position and return the front. The back becomes its child and stays
@@ -235,12 +339,14 @@ class PrefixTree:
             tenant=segment.tenant,
             source=segment.source,
             slices=within(segment.slices, Span(segment.start, at)),
+            seams=tuple([seam for seam in segment.seams if seam < at]),
             refs=segment.refs,
         )
         self._children_of(segment.parent)[front.hashes[0]] = front
         segment.parent, segment.start = front, at
         segment.hashes = segment.hashes[blocks:]
         segment.slices = within(segment.slices, Span(at, stop))
+        segment.seams = tuple([seam for seam in segment.seams if seam > at])
         front.children[segment.hashes[0]] = segment
         self._touch(front)
         return front
@@ -268,6 +374,8 @@ class PrefixTree:
         found: list[Segment] = list(self._roots.values())
         for segment in found:
             assert segment.hashes, "an empty segment"
+            seams = (segment.start, *segment.seams, self.stop(segment))
+            assert all(a < b for a, b in pairwise(seams)), "seams are not ascending inside"
             covers = Span(segment.start, self.stop(segment)).partitioned_by(
                 [kv_slice.span for kv_slice in segment.slices]
             )

@@ -19,10 +19,11 @@ from csa_cases import (
 )
 from dense_reference import dense_attention
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from property_examples import examples
 from rank_world import RankWorld
 
-from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.attention.csa import CsaPlan, LayerGroup, halving, squaring
 
 several = settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 
@@ -94,6 +95,54 @@ def test_decode_sees_the_last_spt_and_what_level_2_keeps(world: RankWorld, case:
             assert expected.seen_gt.all()
         else:
             assert torch.equal(actual.seen_gt, expected.seen_gt)
+
+
+@several
+@given(case=chunks())
+def test_what_is_dropped_is_counted(world: RankWorld, case: CsaCase) -> None:
+    """The members' sums are the share of attention that a prompt's last queries miss."""
+    for got, want in zip(layers_on_ranks(world, case), layers_by_brute_force(case), strict=True):
+        assert got.dropped.keys() == want.dropped.keys()
+        for prompt, share_g in want.dropped.items():
+            # Masses are sent in fp32.
+            torch.testing.assert_close(got.dropped[prompt], share_g, atol=1e-6, rtol=1e-5)
+
+
+def test_the_last_part_drops_nothing_that_its_own_queries_see(world: RankWorld) -> None:
+    case = two_servers(tail=0)
+    for got, want in zip(layers_on_ranks(world, case), layers_by_brute_force(case), strict=True):
+        assert got.dropped.keys() == want.dropped.keys()
+        for prompt, share_g in want.dropped.items():
+            torch.testing.assert_close(got.dropped[prompt], share_g, atol=1e-6, rtol=1e-5)
+
+
+@several
+@given(case=cases())
+def test_a_coverage_of_one_is_exact(world: RankWorld, case: CsaCase) -> None:
+    (group,) = case.plan.layer_groups
+    levels = case.plan.levels
+    whole = replace(group, drop_ratios=(), coverages=((1.0,),) * (levels - 1))
+    nothing = replace(group, drop_ratios=(), coverages=())
+    covered, exact = (
+        case.with_plan(layer_groups=(group,), nested=False) for group in (whole, nothing)
+    )
+    assert covered.plan.lossless
+    for got, want in zip(on_ranks(world, covered), on_ranks(world, exact), strict=True):
+        assert torch.equal(got, want)
+
+
+@several
+@given(case=cases(dropping=False), share=st.floats(0.01, 0.99))
+def test_a_level_misses_no_more_than_its_coverage_leaves(
+    world: RankWorld, case: CsaCase, share: float
+) -> None:
+    (group,) = case.plan.layer_groups
+    levels = case.plan.levels
+    covering = replace(group, coverages=squaring(share, levels))
+    farthest = share ** (2 ** max(0, levels - 2))
+    for layer in layers_on_ranks(world, case.with_plan(layer_groups=(covering,))):
+        for shares_g in layer.dropped.values():
+            assert float(shares_g.max()) <= 1 - farthest + 1e-6
 
 
 @several

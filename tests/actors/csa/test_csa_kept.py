@@ -7,6 +7,7 @@ from property_examples import examples
 
 from csps.actors.attention.base.levels import DropSchedule, LevelPart, always_kept, kept_counts
 from csps.actors.attention.csa.kept_rows import nested_order
+from csps.kernels.importance import covering_counts
 from csps.protocols.attention.csa import CsaPlan, LayerGroup
 from csps.protocols.gang.step_messages import PrefillChunk
 
@@ -34,6 +35,29 @@ def test_every_levels_kept_set_is_a_prefix_of_the_most_important(data: st.DataOb
         ranked = [token for _, _, token in sorted(ranks)]
         for count in counts:
             assert set(order[head, :count].tolist()) == set(ranked[:count])
+
+
+@settings(max_examples=examples(200))
+@given(data=st.data())
+def test_covering_counts_are_the_fewest_that_reach_each_share(data: st.DataObject) -> None:
+    tokens = data.draw(st.integers(1, 30))
+    # Whole numbers have exact sums, so that a share is reached or missed without doubt.
+    values = st.lists(st.integers(0, 5), min_size=tokens, max_size=tokens)
+    importance = torch.tensor([data.draw(values), data.draw(values)], dtype=torch.float32)
+    always = torch.zeros(tokens, dtype=torch.bool)
+    always[: data.draw(st.integers(0, tokens))] = True
+    shares = data.draw(st.lists(st.sampled_from([1.0, 0.75, 0.5, 0.25]), min_size=1, max_size=3))
+
+    counts = covering_counts(importance, torch.tensor([shares, shares]), always_t=always)
+
+    for head in range(2):
+        droppable = sorted(importance[head, ~always].tolist(), reverse=True)
+        for level, share in enumerate(shares):
+            reaching = (
+                n for n in range(len(droppable) + 1) if sum(droppable[:n]) >= share * sum(droppable)
+            )
+            want = tokens if share == 1.0 else int(always.sum()) + next(reaching)
+            assert counts[head, level] == want
 
 
 def part(start: int, length: int) -> LevelPart:
@@ -67,6 +91,16 @@ def test_first_and_last_layer_never_drop() -> None:
     plan = CsaPlan(locations=PAIR, levels=2, layer_groups=groups)
     schedule = DropSchedule(plan=plan, layers=4, kv_heads=range(2), total_kv_heads=2)
     assert [schedule.drops(layer) for layer in range(4)] == [False, True, True, False]
+
+
+def test_coverages_hold_where_ratios_would() -> None:
+    groups = (LayerGroup(first=0, stop=4, coverages=((0.5, 0.6, 0.7, 0.8),)),)
+    plan = CsaPlan(locations=PAIR, levels=2, layer_groups=groups)
+    schedule = DropSchedule(plan=plan, layers=4, kv_heads=range(2, 4), total_kv_heads=4)
+    assert [schedule.drops(layer) for layer in range(4)] == [False, True, True, False]
+    assert schedule.head_coverages(0) is None
+    assert schedule.head_coverages(1) == ((1.0, 0.7), (1.0, 0.8))
+    assert schedule.head_ratios(1) == ((0.0, 0.0), (0.0, 0.0))
 
 
 def test_a_rank_takes_the_ratios_of_its_own_heads() -> None:

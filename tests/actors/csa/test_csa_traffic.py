@@ -17,7 +17,7 @@ from trace_slices import crossings, rank_trace
 
 from csps.actors.comm.mesh import BegunExchange, Mesh, Tag
 from csps.actors.timing.timeline import TRANSFERS, PhaseTimeline, StepClock
-from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios
+from csps.protocols.attention.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios, squaring
 
 SPT, HEADS, KV_HEADS, WINDOW = 64, 8, 4, 4
 FP64 = 8
@@ -77,6 +77,25 @@ def test_dropping_shrinks_every_message_by_what_it_drops(world: RankWorld) -> No
     queries, lses = 2 * WINDOW * HEADS * DIM * FP64, 4 * WINDOW * HEADS * FP64
     assert there == (1 + 0.25) * (KEYS + OUTPUTS) + lses
     assert back == (1 + 0.25) * QUERIES + queries + lses
+
+
+def test_bytes_fall_with_the_coverage(world: RankWorld) -> None:
+    """Counting costs each member one small message to each other, whatever it covers."""
+    counts_bytes = 4 * KV_HEADS * 2
+    totals, exact = [], sum(map(sum, sent(world, two_servers(()))))
+    for share in (0.999, 0.9, 0.6, 0.2, 0.01):
+        case = two_servers(())
+        (group,) = case.plan.layer_groups
+        covering = replace(group, coverages=squaring(share, 3))
+        traffic = sent(world, case.with_plan(layer_groups=(covering,)))
+        totals.append(sum(map(sum, traffic)))
+    lses, queries = 4 * 3 * WINDOW * HEADS * FP64, 3 * WINDOW * HEADS * DIM * FP64
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == len(totals)
+    assert totals[0] <= exact + lses + queries + 4 * 3 * counts_bytes
+    # Of 64 tokens, the best one alone has more than a hundredth of the attention.
+    least = two_servers(((1 - 1 / 64,), (1 - 1 / 64,)))
+    assert totals[-1] == sum(map(sum, sent(world, least))) + 4 * 3 * counts_bytes
 
 
 def test_cutting_into_micro_partitions_sends_nothing_more(world: RankWorld) -> None:

@@ -38,9 +38,13 @@ class Caching(SchedulerHarness):
 
     def end(self, plan: Sent, generated: int, answer: tuple[bytes, ...] = ()) -> range:
         """End a request, with the hashes of its answer; return what its decode gang retains."""
-        self.turn(*plan.joined())
         finished = msgspec.structs.replace(plan.finished(generated), hashes=answer)
-        (retain,) = messages(self.turn(finished), RetainKv)
+        return self.end_by(plan, finished)
+
+    def end_by(self, plan: Sent, event: ev.Finished | ev.RequestCancelled) -> range:
+        """End a request; return what its decode gang retains."""
+        self.turn(*plan.joined())
+        (retain,) = messages(self.turn(event), RetainKv)
         kept = range(retain.start, retain.stop)
         self.turn(ev.Retained(sequence_id=plan.sequence, instance=DECODE, tokens=len(kept)))
         return kept
@@ -90,3 +94,30 @@ def test_block_of_the_last_token_is_not_retained(generated: int, kept: int) -> N
     harness = Caching()
     plan = harness.start_with(hashes(3), 96, 40)
     assert harness.end(plan, generated, answer=hashes(4)[3:]) == range(kept)
+
+
+@pytest.mark.parametrize(("generated", "kept"), [(0, 96), (32, 96), (33, 128)])
+def test_an_answer_that_its_reader_has_ended_is_retained(generated: int, kept: int) -> None:
+    """A stop string and the end of a call end it, or its client leaves."""
+    harness = Caching()
+    plan = harness.start_with(hashes(3), 96, 40)
+    cancelled = ev.RequestCancelled(
+        request_id=plan.request, generated_tokens=generated, hashes=hashes(4)[3:]
+    )
+    assert harness.end_by(plan, cancelled) == range(kept)
+    following = harness.start_with(hashes(6), 200, 10)
+    reused = [part for part in following.reserve.message.slices if part.source]
+    assert sum(part.tokens for part in reused) == kept
+
+
+def test_an_answer_of_a_second_attempt_is_retained_with_that_of_the_first() -> None:
+    harness = Caching()
+    plan = harness.start_with(hashes(3), 96, 100)
+    harness.turn(*plan.joined())
+    harness.turn(plan.failed(20), *plan.freed())
+    again = sent(harness.wait())
+    assert again.reserve.message.prompt_tokens == 116
+    cancelled = ev.RequestCancelled(
+        request_id=plan.request, generated_tokens=33, hashes=hashes(4)[3:]
+    )
+    assert harness.end_by(again, cancelled) == range(128)

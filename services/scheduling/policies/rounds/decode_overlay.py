@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,6 +27,10 @@ from csps.protocols.core.topology import GroupShape
 from csps.services.scheduling.deciding.decisions import DecodePlacement, PiggybackPlan
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.state.state import Cached, Gang, Request
+
+SHORT_REST = 8
+"""Times that a cached prefix is at least as long as what stays where it ends. A conversation then
+changes its instance only when it has grown by an eighth, or has no slots there."""
 
 
 def check_least(options: object, least: int, *names: str) -> None:
@@ -230,15 +235,35 @@ class DecodeOverlay:
         *,
         modest: bool = False,
     ) -> Placed | None:
-        """Place a request after its cached prefix, or as a whole if the rest has no slots then."""
+        """Place a request after its cached prefix, or as a whole if the rest has no slots then.
+
+        A short rest stays where the prefix ends. If each turn of a conversation went to the
+        instance with most free slots, all instances would take part in each iteration, and the
+        conversation would have a slice for each turn.
+        """
         if cached is not None and self.has_free(cached.taken):
+            tokens = prompt_tokens - cached.tokens
             self.occupy(cached.taken)
-            rest = self.place(prompt_tokens - cached.tokens, output_tokens, modest=modest)
+            rest = self._continued(cached, tokens, output_tokens, modest=modest) or self.place(
+                tokens, output_tokens, modest=modest
+            )
             self.occupy(cached.taken, -1)
             if rest is not None:
                 slices = (*cached.slices, *shifted(rest.slices, cached.tokens))
                 return Placed(slices, rest.master, taken=cached.taken)
         return self.place(prompt_tokens, output_tokens, modest=modest)
+
+    def _continued(
+        self, cached: Cached, tokens: int, output_tokens: int, *, modest: bool
+    ) -> Placed | None:
+        """Place a short rest where its prefix ends; None if it is long or has no slots there."""
+        total = tokens + output_tokens
+        if tokens * SHORT_REST > cached.tokens or not self._may_start(total, modest=modest):
+            return None
+        last = max(cached.slices, key=attrgetter("stop")).instance
+        if self._holders[last].free < total:
+            return None
+        return Placed((KvSlice(last, 0, tokens),), last)
 
     def take(self, placed: Placed, output_tokens: int) -> None:
         """Count the slots of a placement as used."""
