@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert base is not None, f"there is no {arguments.sib}"
     with base:
         rows = base.rows(AccuracyRow)
-    samples = accuracy_samples(rows, layers=read_spec(arguments.model).layers)
+    # A curve is of one ratio of all layers.
+    alike = [row for row in rows if not row.drop_ratios]
+    samples = accuracy_samples(alike, layers=read_spec(arguments.model).layers)
     regressor = AccuracyModel.load(arguments.regressor, None)
     if arguments.plot:
         draw(samples, regressor, arguments.plot)

@@ -24,7 +24,7 @@ from csps.configurator.regressors.accuracy import AccuracyModel, shipped_accurac
 from csps.configurator.regressors.direct import direct_samples, fingerprint, simulated, train_direct
 from csps.configurator.regressors.samples import eligible_pairs
 from csps.configurator.search.search import Found, SearchProblem, SearchResult, chosen, exhaustive
-from csps.configurator.search.space import LOSSES, Loss
+from csps.configurator.search.space import LOSSES, LayerGroups, Loss
 from csps.loadgen.planner.hardware_file import load_group
 from csps.models.checkpoints.checkpoint import weights_digest
 from csps.protocols.attention.csa import CsaSettings
@@ -86,7 +86,7 @@ def shipped() -> AccuracyModel:
 
 def trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> DirectAnswerer:
     """Return the answerer trained for groups of these kinds."""
-    space = answered_space(groups[0].shape.layers)
+    space = answered_space(LayerGroups.alike(groups[0].shape.layers))
     prompts = [
         simulated(group, tokens, space, _loss(accuracy, group, tokens))
         for group in groups

@@ -38,6 +38,7 @@ from csps.configurator.plan.predicted_options import (
     answered_space,
 )
 from csps.configurator.plan.profiles import fit_phases, with_overheads
+from csps.configurator.search.space import LayerGroups, Space
 from csps.loadgen.planner.hardware_file import load_group
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import (
@@ -100,7 +101,7 @@ def _auto(
     """Return the choice for exact requests without bounds, by length."""
     shape = GroupShape.of(Topology.of(group.locations).locations, group.tp)
     options = PredictedOptions(
-        answerer=DirectAnswerer(space=answered_space(group.shape.layers), models={}),
+        answerer=DirectAnswerer(space=_space(group), models={}),
         accuracy=shipped(),
         group_of=lambda _servers, _tp: group,
     )
@@ -111,6 +112,10 @@ def _auto(
         )
         for tokens in sorted({length for _, length in sampled})
     }
+
+
+def _space(group: SimulatedGroup) -> Space:
+    return answered_space(LayerGroups.alike(group.shape.layers))
 
 
 def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -173,7 +178,7 @@ def _sampled(
 
     Ratios and micro-partitions are random. Each pipelined one precedes the same one unpipelined.
     """
-    draw, space = random.Random(0), answered_space(group.shape.layers)
+    draw, space = random.Random(0), _space(group)
     ratios, exact = list(space.ratios()), space.exact(group.locations)
     variants = list(space.variants(group.locations))
     found: list[tuple[CsaSettings, int]] = []

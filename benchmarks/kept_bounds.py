@@ -119,7 +119,7 @@ def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) ->
         levels=settings.levels,
         scoring=ImportanceScoring(settings.importance_layer, settings.importance_window),
     )
-    return Point(branch=branch, drop_ratio=settings.drop_ratios[0][0])
+    return Point(branch=branch, drop_ratios=settings.drop_ratios)
 
 
 @torch.inference_mode()
@@ -150,7 +150,7 @@ def _row(
     return {
         "strategy": point.branch.strategy,
         "levels": point.branch.levels,
-        "ratio": point.drop_ratio,
+        "ratio": point.largest,
         "questions": worst.questions,
         "lost": worst.right_exact - worst.right,
         "low": low,

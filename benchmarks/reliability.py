@@ -65,7 +65,7 @@ and afterwards. *Overload* sends more than a server can take.
 | lost slots | KV slots that neither a request nor the prefix cache has afterwards |
 | recovery | worst time until an answer is right and not late: from the fault, or from its end |
 | aim | longest recovery on an idle machine |
-| load | highest load average of these trials |
+| load | highest load average of these trials, which counts processes at idle priority too |
 
 """
 

@@ -18,16 +18,19 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from csps.configurator.costs.latency import LatencyTable, parse_table
+from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import (
     AUTO,
     BOUNDED,
+    KNOWN_OPTIONS,
     RING_CLASSES,
     Objective,
     Ring,
@@ -45,6 +48,8 @@ QUANTUM_NS = 1_000
 """Unit of all predictions, so that noise in their last digits decides nothing."""
 MILLION = 1_000_000
 WHOLE_PERMILLE = 1_000
+ERROR_PERMILLE = 200
+"""Relative error of predicted steps, in thousandths, before it was measured."""
 LARGEST_BATCH = 1_024
 """Largest decode batch that `rows_alone` compares."""
 MAX_CACHE_MISSES = 4_096
@@ -145,6 +150,8 @@ class CostTable:
     """Rules that choose between the rings; None: always `ring_kv`."""
     overhead_ns: int = 0
     """Measured part of TTFT that is neither waiting nor a step; bounds leave time for it."""
+    error_permille: int = ERROR_PERMILLE
+    """Relative error of predicted steps: a bound on TTFT leaves so much of a step's time free."""
 
     def best(
         self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
@@ -183,7 +190,9 @@ class CostTable:
         if objective.max_ttft_ms is None:
             return min(accurate, key=_by_loss)
         left_ns = objective.max_ttft_ms * MILLION - waited_ns - self.overhead_ns
-        fast = [(time_ns, option) for time_ns, option in accurate if time_ns <= left_ns]
+        # Steps take longer than predicted by at most the error, and then are still in time.
+        most_ns = 1000 * left_ns / (1000 + self.error_permille)
+        fast = [(time_ns, option) for time_ns, option in accurate if time_ns <= most_ns]
         return min(fast, key=_by_loss) if fast else min(accurate)
 
     def ring(self, shape: GroupShape, history: int, length: int) -> Ring:
@@ -290,13 +299,14 @@ class CostTable:
         without: Iterable[Bucket] = (),
         latencies: Latencies | None = None,
         overhead_ns: int | None = None,
+        error_permille: int | None = None,
     ) -> CostTable:
         """Return a table with some changes, whose digest costs little more than they do.
 
         Args:
             buckets: new options of these buckets.
             without: buckets to leave out.
-            latencies, overhead_ns: replacements; None: as they are.
+            latencies, overhead_ns, error_permille: replacements; None: as they are.
         """
         found, lines = dict(self.buckets), list(self._lines)
         for bucket in (*without, *buckets):
@@ -310,6 +320,7 @@ class CostTable:
             buckets=found,
             rings=self.rings,
             overhead_ns=self.overhead_ns if overhead_ns is None else overhead_ns,
+            error_permille=self.error_permille if error_permille is None else error_permille,
         )
         vars(made)["_lines"] = lines  # what the property would compute
         return made
@@ -328,6 +339,8 @@ class CostTable:
             lines.append(self.rings.digest.encode())
         if self.overhead_ns:
             lines.append(str(self.overhead_ns).encode())
+        if self.error_permille != ERROR_PERMILLE:
+            lines.append(f"error {self.error_permille}".encode())
         return hashlib.sha256(b"\n".join(lines)).hexdigest()
 
 
@@ -462,12 +475,21 @@ def default_strategy(row: str) -> str:
     return strategy if slash else EXACT_STRATEGY
 
 
-def _by_loss(timed: tuple[int, Allowed]) -> tuple[int, bool, int, str]:
-    """Order options by predicted loss, and equal losses by certainty: lossless ones first."""
+def _by_loss(timed: tuple[int, Allowed]) -> tuple[int, float, int, str]:
+    """Order options by predicted loss, and equal losses by certainty: who drops less loses no
+    more."""
     time_ns, allowed = timed
-    csa = parse_option(allowed.strategy).csa
-    drops = csa is not None and not csa.lossless
-    return allowed.loss_ppm, drops, time_ns, allowed.strategy
+    return allowed.loss_ppm, _dropped_share(allowed.strategy), time_ns, allowed.strategy
+
+
+@lru_cache(KNOWN_OPTIONS)
+def _dropped_share(strategy: str) -> float:
+    return dropped_share(parse_option(strategy).csa)
+
+
+def dropped_share(csa: CsaSettings | None) -> float:
+    """Return the mean drop ratio of sparse attention; 0 for exact attention."""
+    return 0.0 if csa is None or csa.lossless else fmean(map(fmean, csa.drop_ratios))
 
 
 def _quantised(time_ns: int) -> int:
@@ -479,6 +501,7 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     buckets: list[tuple[Bucket, tuple[Allowed, ...]]]
     rings: bytes | None = None
     overhead_ns: int = 0
+    error_permille: int = ERROR_PERMILLE
 
 
 def stored(table: CostTable) -> bytes:
@@ -492,6 +515,7 @@ def stored(table: CostTable) -> bytes:
             sorted(table.buckets.items()),
             None if table.rings is None else table.rings.canonical,
             table.overhead_ns,
+            table.error_permille,
         )
     )
 
@@ -508,6 +532,7 @@ def read_stored(path: Path) -> CostTable:
         buckets=dict(record.buckets),
         rings=None if record.rings is None else parse_rules(record.rings),
         overhead_ns=record.overhead_ns,
+        error_permille=record.error_permille,
     )
 
 

@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded
 
-SCHEMA_VERSION = 4
-OLDER = (1, 2, 3)
+SCHEMA_VERSION = 5
+OLDER = (1, 2, 3, 4)
 """Older schemas, whose files are converted to this one."""
 WRITE_S = 10.0
 """Time to wait for other processes' transactions, which take milliseconds."""
@@ -108,7 +108,10 @@ class AccuracyRow:
     """"ntp" or "tp"."""
     levels: int
     drop_ratio: float
-    """Ratio of level 2, in all layers that drop."""
+    """Largest ratio of level 2."""
+    drop_ratios: str = ""
+    """Ratios of level 2 by layer, as `csa.ratios_text` writes them; empty if all layers that drop
+    have `drop_ratio`."""
     importance_layer: str
     importance_window: int
     group_shape: str
@@ -117,6 +120,23 @@ class AccuracyRow:
     right: int
     divergence: float
     """Mean KL divergence from exact attention's next token to this one's, in nats."""
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpreadRow:
+    """Spread of the attention scores of one KV head, with exact attention (CSPS App. B)."""
+
+    tokens: int
+    """Length of the prompts."""
+    layer: int
+    kv_head: int
+    window: int
+    """Number of last queries that score."""
+    prompts: int
+    """Number of prompts of which `spread` is the mean."""
+    spread: float
+    """Standard deviation of the scores of a prompt's tokens, by which tokens are dropped."""
     date: str
 
 
@@ -133,13 +153,14 @@ class FitRow:
     date: str
 
 
-Measured = StepRow | LinkRow | PhaseRow | AccuracyRow | FitRow
-R = TypeVar("R", StepRow, LinkRow, PhaseRow, AccuracyRow, FitRow)
+Measured = StepRow | LinkRow | PhaseRow | AccuracyRow | SpreadRow | FitRow
+R = TypeVar("R", StepRow, LinkRow, PhaseRow, AccuracyRow, SpreadRow, FitRow)
 _TABLES: dict[type[Any], str] = {
     StepRow: "steps",
     LinkRow: "links",
     PhaseRow: "phases",
     AccuracyRow: "accuracy",
+    SpreadRow: "spreads",
     FitRow: "fits",
 }
 _SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "float": "REAL", "bytes": "BLOB"}
@@ -247,16 +268,23 @@ class ScalingInformationBase:
                 # Another process may have converted it since.
                 if (version := self._version()) in OLDER:
                     # Schemas 1 and 2 had fewer columns for accuracy, and no rows; up to 3 the
-                    # ranks of a link were not recorded.
+                    # ranks of a link were not recorded; up to 4 all layers dropped alike.
                     if version < 3:
                         self._database.execute(f"DROP TABLE {_TABLES[AccuracyRow]}")
                         _make_table(self._database, AccuracyRow)
-                    for rank in ("sender", "receiver"):
-                        self._database.execute(
-                            f"ALTER TABLE {_TABLES[LinkRow]} "
-                            f"ADD COLUMN {rank} TEXT NOT NULL DEFAULT ''"
-                        )
+                    else:
+                        self._add_text(AccuracyRow, "drop_ratios")
+                    if version < 4:
+                        self._add_text(LinkRow, "sender")
+                        self._add_text(LinkRow, "receiver")
+                    _make_table(self._database, SpreadRow)
                     self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _add_text(self, kind: type[Any], column: str) -> None:
+        """Add a column of text, which is empty in older rows."""
+        self._database.execute(
+            f"ALTER TABLE {_TABLES[kind]} ADD COLUMN {column} TEXT NOT NULL DEFAULT ''"
+        )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -7,9 +7,9 @@ bound is on TTFT. The simulator compares these with their neighbors and exact at
 prediction costs quality, never validity: an answer meets the bound as far as F_Ad and the simulator
 know, or is the closest and says so.
 
-For a bucket of the cost table, `PredictedOptions` has the best configurations for each bucket of
-bounds, with their relative times and losses. A request's own bounds select among them when the
-request is placed.
+For a bucket of the cost table, `PredictedOptions` has the fastest configuration within each bound
+on the loss, and steps in time between exact attention and the fastest of these, with their relative
+times and losses. A request's own bounds select among them when the request is placed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,36 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from csps.configurator.costs.cost_table import dropped_share
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
+from csps.configurator.pipeline.prefill import (
+    WHOLE,
+    can_simulate,
+    prefill_seconds,
+    ring_seconds,
+)
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import DirectModel, Predicted
 from csps.configurator.regressors.samples import Setting
-from csps.configurator.search.search import Found, SearchProblem, SearchResult, chosen, compared
+from csps.configurator.regressors.support import UNKNOWN
+from csps.configurator.search.search import (
+    Found,
+    SearchProblem,
+    SearchResult,
+    chosen,
+    compared,
+    tuned,
+)
 from csps.configurator.search.space import (
     LARGEST_RATIO,
     LOSSES,
     ImportanceScoring,
     LayerGroups,
     Loss,
-    Ratios,
     Space,
     objectives,
 )
-from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.csa import CsaSettings, Ratios
 from csps.protocols.attention.plan import (
     ENGINE_NAMES,
     EXACT,
@@ -50,18 +63,23 @@ from csps.protocols.core.errors import ConfigError
 
 STEPS = 16
 """Steps of ratios from nothing to the prediction, and from there to the largest allowed."""
+TIME_STEPS = 8
+"""Steps in time from exact attention to the fastest option of a bucket."""
+ROUNDING = 1e-9
+"""Relative difference below which times are equal."""
 
 
-def answered_space(layers: int) -> Space:
+def answered_space(groups: LayerGroups) -> Space:
     """Return the space in which answers are searched, and from which regressors learn.
 
     Args:
-        layers: number of layers of the model.
+        groups: layer groups of the model.
     """
     # Coarser than what `csps plan` compares, because neighbors of predictions are tried.
     return Space(
-        groups=LayerGroups.alike(layers),
+        groups=groups,
         step=0.1,
+        rungs=(0.02, *(number / 10 for number in range(1, 10)), LARGEST_RATIO),
         micro_partitions=((4, 8, 16), (1, 4), (1, 2)),
         scoring=(ImportanceScoring("same", 64), ImportanceScoring("previous", 64)),
     )
@@ -78,13 +96,14 @@ class DirectAnswerer:
         """Return the best configuration near the regressors' prediction."""
         exact_s = exact_seconds(problem.group, problem.tokens)
         candidates = dict.fromkeys(self._near_prediction(problem, exact_s, loss))
-        return chosen(problem, compared(problem, list(candidates), loss))
+        result = chosen(problem, compared(problem, list(candidates), loss))
+        return replace(result, best=self._tuned(problem, [result.best], loss)[0])
 
     def answers(
         self, group: SimulatedGroup, tokens: int, loss: Loss, given: Mapping[str, Any] | None = None
     ) -> list[Found]:
-        """Return the best configuration for each bucket of bounds of both objectives that can be
-        met.
+        """Return the fastest configuration within each bound on the loss, and steps in time from
+        exact attention to the fastest one that loses no more than the widest bound.
 
         Each appears once. The fastest one that is exact for certain comes first.
 
@@ -106,12 +125,26 @@ class DirectAnswerer:
         found = compared(asked[0], allowed, loss) if allowed else []
         # All candidates are compared for each bound. Otherwise a wider bound might be answered by a
         # slower configuration.
-        answers = [chosen(problem, found) for problem in asked] if found else []
+        answers = [
+            chosen(problem, found)
+            for problem in (asked if found else ())
+            if problem.objective.kind == "ttft"
+        ]
         exact = sorted(
             (option for option in found if option.settings.lossless),
             key=lambda option: option.seconds,
         )
-        return list(dict.fromkeys([*exact[:1], *(answer.best for answer in answers if answer.met)]))
+        within = list(dict.fromkeys(answer.best for answer in answers if answer.met))
+        best = list(dict.fromkeys([*exact[:1], *within, *time_steps(found)]))
+        return best if given else list(dict.fromkeys(self._tuned(asked[0], best, loss)))
+
+    def _tuned(self, problem: SearchProblem, found: Sequence[Found], loss: Loss) -> list[Found]:
+        """Return answers with M of their own for each layer group; nothing else of them changes."""
+        settings = [option.settings for option in found]
+        by_group = list(tuned(problem, self.space, settings))
+        changed = [each for each, before in zip(by_group, settings, strict=True) if each != before]
+        better = dict(zip(changed, compared(problem, changed, loss), strict=True))
+        return [better.get(each, option) for each, option in zip(by_group, found, strict=True)]
 
     def _near_prediction(
         self, problem: SearchProblem, exact_s: float, loss: Loss
@@ -136,39 +169,34 @@ class DirectAnswerer:
         for strategy, levels, scoring in self.space.variants(problem.group.locations):
             if (strategy == "tp") != (prediction.tensor_parallel > 0.5):
                 continue
-            tried = [  # in descending order of what they drop
-                self.space.settings(strategy, levels, scoring, ratios)
-                for ratios in self._ray(prediction)
-            ]
-            within = [
-                settings
-                for settings, lost in zip(tried, loss(tried), strict=True)
-                if lost <= problem.most_loss and not settings.lossless
-            ]
-            if problem.objective.kind == "ttft":
-                within = within[:1]
-            for settings in within:
-                yield from self._cut(settings, prediction, levels, scoring)
+            # Each in descending order of what it drops.
+            rays = [list(self._ray(prediction)), *(each[::-1] for each in self.space.ladders())]
+            for ray in rays:
+                tried = [self.space.settings(strategy, levels, scoring, ratios) for ratios in ray]
+                within = [
+                    settings
+                    for settings, lost in zip(tried, loss(tried), strict=True)
+                    if lost <= problem.most_loss and not settings.lossless
+                ]
+                if problem.objective.kind == "ttft":
+                    within = within[:1]
+                for settings in within:
+                    yield from self._cut(settings, prediction, levels, scoring)
 
     def _ray(self, prediction: Predicted) -> Iterator[Ratios]:
-        """Yield ratios from most to least, each head in proportion to its run's widest.
-
-        They descend from the largest ratios over the predicted ones to nothing.
-        """
-        centers = self.space.groups.centers(LARGEST_RATIO)
-        most = [max(of_heads) for of_heads in centers]
+        """Yield ratios from most to least: from the largest over the predicted ones to nothing."""
+        groups = self.space.groups
+        most = groups.centers(LARGEST_RATIO)
         predicted = [
             min(max(ratio, 0.0), top) for ratio, top in zip(prediction.ratios, most, strict=True)
         ]
         for step in range(2 * STEPS, 0, -1):
             beyond = max(0, step - STEPS) / STEPS
-            ratios = [
-                ratio * min(1.0, step / STEPS) + (top - ratio) * beyond
-                for ratio, top in zip(predicted, most, strict=True)
-            ]
-            yield tuple(
-                tuple(round(ratio * head / max(of_heads), 4) for head in of_heads)
-                for ratio, of_heads in zip(ratios, centers, strict=True)
+            yield groups.by_layer(
+                [
+                    round(ratio * min(1.0, step / STEPS) + (top - ratio) * beyond, 4)
+                    for ratio, top in zip(predicted, most, strict=True)
+                ]
             )
 
     def _cut(
@@ -199,6 +227,32 @@ class DirectAnswerer:
                     yield tuple(a[n] for n, a in zip(moved, allowed, strict=True))
 
 
+def time_steps(found: Sequence[Found]) -> list[Found]:
+    """Return the configurations that lose least within evenly spaced times.
+
+    The times lie between the fastest exact configuration and the fastest one of all that loses no
+    more than the widest bound. Among equal losses the one that drops least wins, since dropping
+    less loses no more. So a bound on TTFT buys as little dropping as it needs.
+    """
+    offered = [option for option in found if option.loss <= LOSSES[-1]]
+    exact = [option.seconds for option in offered if option.settings.lossless]
+    if not offered:
+        return []
+    slowest_s = min(exact) if exact else max(option.seconds for option in offered)
+    fastest_s = min(option.seconds for option in offered)
+    steps = []
+    for step in range(TIME_STEPS + 1):
+        most_s = slowest_s + (fastest_s - slowest_s) * step / TIME_STEPS
+        in_time = [option for option in offered if option.seconds <= most_s * (1 + ROUNDING)]
+        if in_time:
+            steps.append(min(in_time, key=_by_loss))
+    return steps
+
+
+def _by_loss(option: Found) -> tuple[float, float, float]:
+    return option.loss, dropped_share(option.settings), option.seconds
+
+
 def exact_seconds(group: SimulatedGroup, tokens: int) -> float:
     """Return the time of a prompt with exact SP-NTP without micro-partitions."""
     return float(prefill_seconds(group, [WHOLE], tokens)[0])
@@ -207,12 +261,14 @@ def exact_seconds(group: SimulatedGroup, tokens: int) -> float:
 def _with_given(
     candidates: Iterable[CsaSettings], given: Mapping[str, Any]
 ) -> Iterator[CsaSettings]:
-    """Yield candidates with the given fields replaced, where the result is valid."""
+    """Yield candidates with the given fields replaced, where the result can be simulated."""
     for candidate in candidates:
         try:
-            yield replace(candidate, **given)
+            changed = replace(candidate, **given)
         except ConfigError:
             continue
+        if can_simulate(changed):
+            yield changed
 
 
 def _nearest(numbers: Sequence[int], wish: float) -> int:
@@ -241,11 +297,13 @@ class PredictedOptions:
 
     Args:
         group_of: function that returns the group with so many instances on each server.
+        beyond_measured: False keeps prompts exact that are longer than any measured.
     """
 
     answerer: DirectAnswerer
     accuracy: AccuracyModel
     group_of: Callable[[Sequence[int], int], SimulatedGroup]
+    beyond_measured: bool = True
 
     def options(self, asked: StrategyQuestion, usual: StrategyChoice) -> tuple[StrategyChoice, ...]:
         """Return the options of a class that has bounds, the least loss first.
@@ -262,13 +320,14 @@ class PredictedOptions:
         found = self.answerer.answers(group, tokens, loss, given)
         if not found:
             return ()
+        why_exact = self._refused(tokens) or _why_exact(found)
         rings = [] if given else self._rings(group, tokens, exact_s, found)
         choices = [
-            _choice(option, exact_s, bool(given), _why_exact(found), self._unseen(tokens))
+            _choice(option, exact_s, bool(given), why_exact, self._unseen(tokens))
             for option in sorted(found, key=lambda option: (option.loss, option.seconds))
         ]
         if not given and usual.strategy not in SIMULATED:
-            why = usual.reason + _why_exact(found)
+            why = usual.reason + why_exact
             less = replace(usual, reason=why)
             choices = [less if choice.strategy == EXACT else choice for choice in choices]
         return (*rings, *choices)
@@ -280,6 +339,15 @@ class PredictedOptions:
         if bucket_ends(tokens)[1] <= longest:
             return ""
         return f", as far as prompts of {longest} tokens tell, the longest that were measured"
+
+    def _refused(self, tokens: int) -> str:
+        """Return why the bucket's prompts stay exact, if the operator has it so."""
+        if self.beyond_measured or not self._unseen(tokens):
+            return ""
+        longest = self.accuracy.longest
+        return (
+            f"; losses were measured up to {longest} tokens (configurator.beyond_measured: false)"
+        )
 
     def _rings(
         self, group: SimulatedGroup, tokens: int, exact_s: float, found: Sequence[Found]
@@ -327,8 +395,12 @@ class PredictedOptions:
             for tokens in bucket_ends(asked.tokens)
         )
 
+        refused = bool(self._refused(asked.tokens))
+
         def loss(configurations: Sequence[CsaSettings]) -> list[float]:
             """Return the larger losses of the bucket's shortest and longest prompts."""
+            if refused:
+                return [0.0 if settings.lossless else UNKNOWN for settings in configurations]
             return _resolved(list(map(max, shortest(configurations), longest(configurations))))
 
         return group, asked.tokens, loss

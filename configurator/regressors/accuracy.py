@@ -13,24 +13,28 @@ from pathlib import Path
 
 import lightgbm
 import numpy as np
+from msgspec import ValidationError, convert, to_builtins
 
 from csps.configurator.model.phase_times import Amounts
 from csps.configurator.regressors.samples import (
-    FEATURES,
     MONOTONE,
     AccuracySample,
     Setting,
     feature_matrix,
+    feature_names,
     fingerprint,
 )
 from csps.configurator.regressors.saved import REPRODUCIBLE, Description, load, save
 from csps.configurator.regressors.support import Support
+from csps.configurator.search.space import LayerGroups
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.core.errors import ConfigError
 
 KIND = "accuracy"
 MEASURED = "measured"
 """Key of the description under which the support is stored."""
+GROUPS = "layer groups"
+"""Key of the description under which layer groups are stored."""
 HELD_OUT = 5
 """Folds of cross-validation (the paper's 4:1): each sample is held out once."""
 BOUNDS = (0.01, 0.02, 0.05, 0.1)
@@ -38,7 +42,6 @@ BOUNDS = (0.01, 0.02, 0.05, 0.1)
 FEWEST = 2 * HELD_OUT
 PARAMETERS = {
     "objective": "l2",
-    "monotone_constraints": list(MONOTONE),
     "monotone_constraints_method": "advanced",
     "learning_rate": 0.15,
     "num_leaves": 7,
@@ -59,11 +62,20 @@ class AccuracyModel:
     description: Description
     support: Support
     _booster: lightgbm.Booster
+    groups: LayerGroups | None = None
+    """Layer groups of the measured model; None if nothing was measured by layer."""
+
+    def groups_of(self, layers: int) -> LayerGroups:
+        """Return the layer groups of a model with so many layers; all are alike if it is another
+        model than the measured one."""
+        if self.groups is None or self.groups.layers != layers:
+            return LayerGroups.alike(layers)
+        return self.groups
 
     def loss(self, settings: Sequence[Setting]) -> Amounts:
         """Return (n,) predicted losses in [0, 1]; a setting that drops nothing loses nothing."""
         exact = np.array([setting.lossless for setting in settings], bool)
-        losses: Amounts = np.where(exact, 0.0, _predicted(self._booster, settings))
+        losses: Amounts = np.where(exact, 0.0, _predicted(self._booster, settings, self.groups))
         return losses
 
     def surely(self, settings: Sequence[Setting]) -> Amounts:
@@ -126,19 +138,37 @@ class AccuracyModel:
             ConfigError: there is none, or it belongs to another model.
         """
         description, boosters = load(folder, KIND, (KIND,), trained_for)
-        if description.features != FEATURES:
+        groups = _parsed_groups(description.about.get(GROUPS))
+        if description.features != feature_names(groups):
             raise ConfigError(f"{folder} was trained with other features; run `csps train`")
         support = Support.of_rows(description.about.get(MEASURED))
-        return cls(description, support, boosters[KIND])
+        return cls(description, support, boosters[KIND], groups)
+
+
+def _parsed_groups(found: object) -> LayerGroups | None:
+    """Parse layer groups as a description holds them.
+
+    Raises:
+        ConfigError: they are invalid.
+    """
+    try:
+        return None if found is None else convert(found, LayerGroups)
+    except ValidationError as error:
+        raise ConfigError(f"invalid layer groups: {error}; run `csps train`") from None
 
 
 def train_accuracy(
-    samples: Sequence[AccuracySample], trained_for: Mapping[str, str]
+    samples: Sequence[AccuracySample],
+    trained_for: Mapping[str, str],
+    groups: LayerGroups | None = None,
 ) -> AccuracyModel:
     """Learn F_Ad from samples weighted by their questions.
 
     Metrics come from regressors that have not seen the sample in question; the returned model has
     seen all samples.
+
+    Args:
+        groups: layer groups, if layers were measured one at a time.
 
     Raises:
         ConfigError: there are too few samples to hold some out.
@@ -151,25 +181,29 @@ def train_accuracy(
         trained_for=dict(trained_for),
         training_set=fingerprint(samples),
         samples=len(samples),
-        features=FEATURES,
-        held_out=_held_out(samples),
-        about={MEASURED: support.rows()},
+        features=feature_names(groups),
+        held_out=_held_out(samples, groups),
+        about={MEASURED: support.rows(), **({GROUPS: to_builtins(groups)} if groups else {})},
     )
-    return AccuracyModel(description, support, _trained(samples))
+    return AccuracyModel(description, support, _trained(samples, groups), groups)
 
 
-def _trained(samples: Sequence[AccuracySample]) -> lightgbm.Booster:
+def _trained(samples: Sequence[AccuracySample], groups: LayerGroups | None) -> lightgbm.Booster:
+    names = feature_names(groups)
     data = lightgbm.Dataset(
-        feature_matrix([sample.setting for sample in samples]),
+        feature_matrix([sample.setting for sample in samples], groups),
         label=np.array([sample.loss for sample in samples]),
         weight=np.array([sample.questions for sample in samples], float),
-        feature_name=[name.replace(" ", "_") for name in FEATURES],
+        feature_name=[name.replace(" ", "_") for name in names],
         params={"feature_pre_filter": False, "verbose": -1},
     )
-    return lightgbm.train(PARAMETERS, data, num_boost_round=ROUNDS)
+    # The features of layer groups are all of amounts that are dropped.
+    monotone = [*MONOTONE, *(1 for _ in names[len(MONOTONE) :])]
+    parameters = {**PARAMETERS, "monotone_constraints": monotone}
+    return lightgbm.train(parameters, data, num_boost_round=ROUNDS)
 
 
-def _held_out(samples: Sequence[AccuracySample]) -> dict[str, float]:
+def _held_out(samples: Sequence[AccuracySample], groups: LayerGroups | None) -> dict[str, float]:
     fold_n = np.random.default_rng(0).permutation(len(samples)) % HELD_OUT
     predicted = np.empty(len(samples))
     for fold in range(HELD_OUT):
@@ -177,7 +211,7 @@ def _held_out(samples: Sequence[AccuracySample]) -> dict[str, float]:
         held_out = [
             sample.setting for sample, own in zip(samples, fold_n, strict=True) if own == fold
         ]
-        predicted[fold_n == fold] = _predicted(_trained(training), held_out)
+        predicted[fold_n == fold] = _predicted(_trained(training, groups), held_out, groups)
     measured = np.array([sample.loss for sample in samples])
     low, high = np.array([sample.interval for sample in samples]).T
     right = np.array([(predicted <= bound) == (measured <= bound) for bound in BOUNDS])
@@ -191,9 +225,12 @@ def _held_out(samples: Sequence[AccuracySample]) -> dict[str, float]:
     }
 
 
-def _predicted(booster: lightgbm.Booster, settings: Sequence[Setting]) -> Amounts:
+def _predicted(
+    booster: lightgbm.Booster, settings: Sequence[Setting], groups: LayerGroups | None
+) -> Amounts:
     """Return (n,) losses in [0, 1]."""
-    predicted = np.asarray(booster.predict(feature_matrix(settings), num_threads=1), float)
+    features_nf = feature_matrix(settings, groups)
+    predicted = np.asarray(booster.predict(features_nf, num_threads=1), float)
     losses: Amounts = np.round(np.clip(predicted, 0.0, 1.0), DIGITS)
     return losses
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
-from statistics import fmean
 
 import lightgbm
 import numpy as np
@@ -26,8 +25,15 @@ from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE
 from csps.configurator.regressors.samples import eligible_pairs
 from csps.configurator.regressors.saved import REPRODUCIBLE, Description, load, save
-from csps.configurator.search.search import Found, SearchProblem, admissible, chosen, compared
-from csps.configurator.search.space import LOSSES, LayerGroups, Loss, Ratios, Space, objectives
+from csps.configurator.search.search import (
+    Found,
+    SearchProblem,
+    admissible,
+    chosen,
+    compared,
+    tuned,
+)
+from csps.configurator.search.space import LOSSES, LayerGroups, Loss, Space, objectives
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import Objective, ObjectiveKind
 from csps.protocols.core.errors import ConfigError
@@ -72,7 +78,7 @@ class Predicted:
     """Exact SP-NTP without micro-partitions if above a half."""
     levels: float
     ratios: tuple[float, ...]
-    """Ratios of level 2, by run of layers."""
+    """Ratios of level 2, by layer group: those of the head that drops most."""
     micro: tuple[float, ...]
     """M of levels 1, 2, …"""
 
@@ -103,13 +109,13 @@ class DirectModel:
             float(np.asarray(booster.predict(features, num_threads=1))[0])
             for booster in self._boosters.values()
         ]
-        runs = len(outputs) - 3 - MAX_LEVELS
+        groups = len(outputs) - 3 - MAX_LEVELS
         return Predicted(
             tensor_parallel=outputs[0],
             whole=outputs[1],
             levels=outputs[2],
-            ratios=tuple(outputs[3 : 3 + runs]),
-            micro=tuple(2.0**logarithm for logarithm in outputs[3 + runs :]),
+            ratios=tuple(outputs[3 : 3 + groups]),
+            micro=tuple(2.0**logarithm for logarithm in outputs[3 + groups :]),
         )
 
     def save(self, folder: Path) -> None:
@@ -121,19 +127,19 @@ class DirectModel:
         cls,
         folder: Path,
         objective: ObjectiveKind,
-        runs: int,
+        groups: int,
         trained_for: Mapping[str, str] | None,
     ) -> DirectModel:
         """Load a model from a folder.
 
         Args:
-            runs: number of runs of layers that share ratios.
+            groups: number of layer groups that share a ratio.
             trained_for: model and machine of this process; None accepts any.
 
         Raises:
             ConfigError: there is none, or it belongs to another model or machine.
         """
-        description, boosters = load(folder, objective, output_names(runs), trained_for)
+        description, boosters = load(folder, objective, output_names(groups), trained_for)
         if description.features != FEATURES:
             raise ConfigError(f"{folder} was trained with other features; run `csps train`")
         return cls(description, boosters)
@@ -211,13 +217,13 @@ def problem_features(problem: SearchProblem, exact_seconds: float) -> tuple[floa
     )
 
 
-def output_names(runs: int) -> tuple[str, ...]:
+def output_names(groups: int) -> tuple[str, ...]:
     """Return the names of the outputs."""
     return (
         "tensor_parallel",
         "whole",
         "levels",
-        *(f"ratio_{run}" for run in range(runs)),
+        *(f"ratio_{group}" for group in range(groups)),
         *(f"log2_micro_{level}" for level in range(1, MAX_LEVELS + 1)),
     )
 
@@ -228,22 +234,25 @@ def outputs_of(
     """Return the outputs for a configuration, in the order of `output_names`."""
     distinct = len(Topology.of(problem.group.locations).granularities)
     levels = min(settings.levels or distinct, distinct)
-    ratios = run_ratios(settings, groups)
+    ratios = group_ratios(settings, groups)
     by_level = settings.micro_partitions[0] if settings.micro_partitions else (1,)
     micro = [by_level[min(level, len(by_level) - 1)] for level in range(MAX_LEVELS)]
     return (
         float(settings.strategy == "tp"),
         float(not settings.pipelined),
         float(levels),
-        *(fmean(of_heads) for of_heads in ratios),
+        *ratios,
         *(log2(count) for count in micro),
     )
 
 
-def run_ratios(settings: CsaSettings, groups: LayerGroups) -> Ratios:
-    """Return the ratios of level 2, by run of layers."""
+def group_ratios(settings: CsaSettings, groups: LayerGroups) -> list[float]:
+    """Return the ratio of level 2 of each layer group: that of the head that drops most."""
     ratios = settings.drop_ratios
-    return tuple(ratios[min(run.start, len(ratios) - 1)] for run in groups.runs)
+    return [
+        max(max(ratios[min(layer, len(ratios) - 1)]) for layer in members)
+        for members in groups.members
+    ]
 
 
 def fingerprint(samples: Sequence[DirectSample]) -> str:
@@ -318,7 +327,7 @@ def simulated(group: SimulatedGroup, tokens: int, space: Space, loss: Loss) -> S
     """Simulate all configurations that lose no more than the widest bound."""
     widest = Objective(max_accuracy_loss=LOSSES[-1])
     problem = SearchProblem(group=group, tokens=tokens, objective=widest)
-    found = compared(problem, admissible(problem, space, loss), loss)
+    found = compared(problem, tuned(problem, space, admissible(problem, space, loss)), loss)
     return Simulated(group=group, tokens=tokens, found=found)
 
 

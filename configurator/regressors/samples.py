@@ -11,16 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import log2, sqrt
+from functools import cache, cached_property
+from math import inf, log2, sqrt
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
 from csps.configurator.model.phase_times import Amounts
-from csps.configurator.model.scaling_information_base import AccuracyRow
-from csps.protocols.attention.csa import CsaSettings, Ratios, halving, kept_tokens
+from csps.configurator.model.scaling_information_base import AccuracyRow, SpreadRow
+from csps.configurator.search.space import LARGEST_RATIO, LayerGroups
+from csps.protocols.attention.csa import CsaSettings, Ratios, halving, kept_tokens, parse_ratios
 from csps.protocols.core.topology import Topology
 
 Z_95 = 1.959963984540054
@@ -83,6 +86,19 @@ as many are dropped.)
 """
 
 
+class DropCell(NamedTuple):
+    """What one KV head of one layer drops."""
+
+    ratio: float
+    """Ratio of level 2."""
+    dropped: float
+    """Share of all pairs of tokens that are dropped."""
+    kept: float
+    """Logarithm of the tokens that are kept of the first SPT at the farthest level, apart from
+    sinks: a question or a fact takes as many tokens, whatever the length of the prompt. Infinite
+    if nothing is dropped."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A configuration on a group."""
@@ -94,11 +110,32 @@ class Setting:
     """Number of layers of the model."""
     csa: CsaSettings
 
-    @property
+    @cached_property
     def levels(self) -> int:
         """Number of levels on this group."""
         plan = self.csa.for_group(self.locations, layers=1, longest_spt=self.tokens)
         return plan.levels
+
+    @cached_property
+    def cells(self) -> list[list[DropCell]]:
+        """A cell for each layer that may drop, and for each KV head or for all of them.
+
+        There is always one layer. The first and the last layer never drop, so their ratios do not
+        count.
+        """
+        ratios, layers = self.csa.drop_ratios, range(1, max(2, self.layers - 1))
+        cell = cache(self._cell)
+        return [[cell(ratio) for ratio in ratios[min(layer, len(ratios) - 1)]] for layer in layers]
+
+    def _cell(self, ratio: float) -> DropCell:
+        by_level = [of_level[0] for of_level in halving(ratio, self.levels)]
+        if not any(by_level):
+            return DropCell(0.0, 0.0, inf)
+        shares = pairs_by_level(self.locations, self.levels)[1:]
+        dropped = sum(share * of_level for share, of_level in zip(shares, by_level, strict=True))
+        spt = self.tokens // len(self.locations)
+        kept = max(0, kept_tokens(spt, by_level[-1]) - self.csa.sinks)
+        return DropCell(ratio, dropped, log2(1 + kept))
 
     @property
     def drops_queries(self) -> bool:
@@ -143,56 +180,89 @@ def loss_interval(questions: int, right_exact: int, right: int) -> tuple[float, 
 def features(setting: Setting) -> tuple[float, ...]:
     """Return the features in the order of `FEATURES`."""
     csa, levels = setting.csa, setting.levels
-    shares = pairs_by_level(setting.locations, levels)
-    # The first and the last layer never drop, so their ratios do not count.
-    by_level = [halving(of_layer, levels) for of_layer in _dropping_layers(setting)]
-    dropped = fmean(
-        sum(share * fmean(of_heads) for share, of_heads in zip(shares[1:], ratios, strict=True))
-        for ratios in by_level
-    )
-    of_heads = [fmean(ratios[0]) if ratios else 0.0 for ratios in by_level]
-    largest = max(max(ratios[0]) if ratios else 0.0 for ratios in by_level)
+    cells = setting.cells
     return (
         log2(setting.tokens),
         float(levels),
-        1.0 - shares[0],
-        dropped,
-        fmean(of_heads),
-        largest,
+        eligible_pairs(setting.locations, levels),
+        fmean(fmean(cell.dropped for cell in of_layer) for of_layer in cells),
+        fmean(fmean(cell.ratio for cell in of_layer) for of_layer in cells),
+        max(cell.ratio for of_layer in cells for cell in of_layer),
         float(csa.importance_layer == "same"),
         log2(csa.importance_window or setting.tokens),
         float(setting.drops_queries),
-        log2(1 + _fewest_kept(setting, by_level)),
+        min(min(cell.kept, _all_kept(setting)) for of_layer in cells for cell in of_layer),
     )
 
 
-def feature_matrix(settings: Sequence[Setting]) -> Amounts:
-    """Return the features of all settings, (n, features)."""
-    return np.array([features(setting) for setting in settings], float).reshape(-1, len(FEATURES))
+GRADED = "log2 anchor"
+"""Feature of models whose layers or heads differ: the largest ratio if all relate as measured and
+drop as much."""
+OF_GROUP = ("dropped pairs", "largest ratio")
+"""Features of each layer group, where layers form several. All further features are monotone."""
+LARGEST_ANCHOR = 128.0
+
+
+def feature_names(groups: LayerGroups | None) -> tuple[str, ...]:
+    """Return the names of the features, for layer groups or for layers of which nothing is
+    known."""
+    if groups is None or groups.all_alike:
+        return FEATURES
+    return (
+        *FEATURES,
+        GRADED,
+        *(
+            f"{name} of layer group {index}"
+            for index in range(len(groups.members) if len(groups.members) > 1 else 0)
+            for name in OF_GROUP
+        ),
+    )
+
+
+def feature_matrix(settings: Sequence[Setting], groups: LayerGroups | None = None) -> Amounts:
+    """Return the features of all settings, (n, features), in the order of `feature_names`."""
+    further = groups if groups is not None and not groups.all_alike else None
+    rows = [
+        (*features(setting), *(_of_layers(setting, further) if further else ()))
+        for setting in settings
+    ]
+    return np.array(rows, float).reshape(-1, len(feature_names(groups)))
+
+
+def _of_layers(setting: Setting, groups: LayerGroups) -> Iterator[float]:
+    """Yield the features of models whose layers or heads differ."""
+    same_model = setting.layers == groups.layers
+    yield log2(1 + min(_anchor(setting, groups if same_model else None), LARGEST_ANCHOR))
+    for members in groups.members if len(groups.members) > 1 else ():
+        # A model with other layers than those measured has the same features for all groups.
+        own = [
+            cell
+            for layer, of_layer in enumerate(setting.cells, start=1)
+            if not same_model or layer in members
+            for cell in of_layer
+        ]
+        yield fmean(cell.dropped for cell in own) if own else 0.0
+        yield max((cell.ratio for cell in own), default=0.0)
+
+
+def _anchor(setting: Setting, groups: LayerGroups | None) -> float:
+    of_layers = [[cell.ratio for cell in of_layer] for of_layer in setting.cells]
+    if groups is None:
+        return max(map(max, of_layers))
+    return max(
+        groups.smallest_anchor(layer, ratios) for layer, ratios in enumerate(of_layers, start=1)
+    )
+
+
+def _all_kept(setting: Setting) -> float:
+    spt = setting.tokens // len(setting.locations)
+    return log2(1 + max(0, spt - setting.csa.sinks))
 
 
 def fingerprint(samples: Sequence[AccuracySample]) -> str:
     """Return the SHA-256 of a training set, independent of its order."""
     lines = sorted(json.dumps(asdict(sample), sort_keys=True) for sample in samples)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _fewest_kept(setting: Setting, by_level: Sequence[Ratios]) -> int:
-    """Return the tokens kept of the first SPT at the farthest level, apart from sinks.
-
-    The layer and head that keep fewest count: a question or a fact takes as many tokens, whatever
-    the length of the prompt.
-    """
-    of_layers = (max(ratios[-1]) if ratios else 0.0 for ratios in by_level)
-    spt = setting.tokens // len(setting.locations)
-    return max(0, kept_tokens(spt, max(of_layers)) - setting.csa.sinks)
-
-
-def _dropping_layers(setting: Setting) -> list[tuple[float, ...]]:
-    """Return the level-2 ratios of each layer that may drop; there is always one."""
-    ratios = setting.csa.drop_ratios
-    layers = range(1, max(2, setting.layers - 1))
-    return [ratios[min(layer, len(ratios) - 1)] for layer in layers]
 
 
 PLAIN_TEXT = "plain text"
@@ -238,6 +308,11 @@ def places_of(group_shape: str) -> tuple[str, ...]:
     )
 
 
+def row_ratios(row: AccuracyRow) -> Ratios:
+    """Return the ratios of a row by layer."""
+    return parse_ratios(row.drop_ratios) if row.drop_ratios else ((row.drop_ratio,),)
+
+
 def _setting(row: AccuracyRow, layers: int) -> Setting:
     return Setting(
         tokens=row.tokens,
@@ -245,7 +320,7 @@ def _setting(row: AccuracyRow, layers: int) -> Setting:
         layers=layers,
         csa=CsaSettings(
             levels=row.levels,
-            drop_ratios=((row.drop_ratio,),),
+            drop_ratios=row_ratios(row),
             strategy="tp" if row.strategy == "tp" else "ntp",
             importance_layer="same" if row.importance_layer == "same" else "previous",
             importance_window=row.importance_window,
@@ -260,3 +335,92 @@ def _sum(setting: Setting, rows: list[AccuracyRow]) -> AccuracySample:
         right_exact=sum(row.right_exact for row in rows),
         right=sum(row.right for row in rows),
     )
+
+
+TOLERABLE = 0.02
+"""Loss up to which a layer tolerates a ratio: at most one of the 80 questions that are asked of
+one layer."""
+
+
+def measured_groups(
+    spreads: Iterable[SpreadRow], samples: Iterable[AccuracySample], *, layers: int
+) -> LayerGroups:
+    """Group layers by what was measured of each; without measurements of all, return one group.
+
+    The trend of a layer is the largest ratio that it tolerates if it alone drops, or, if that was
+    not measured, the standard deviation of its attention scores (CSPS App. B). KV heads share the
+    ratio of their layer as their standard deviations relate. The shortest prompts with spreads
+    count, so longer ones that are measured later change nothing.
+
+    Args:
+        samples: samples, of which those that drop in one layer count.
+        layers: number of layers of the model.
+    """
+    rows = list(spreads)
+    shortest = min((row.tokens for row in rows), default=0)
+    by_layer: dict[int, list[float]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row.layer, row.kv_head)):
+        if row.tokens == shortest:
+            by_layer[row.layer].append(row.spread)
+    # The first and the last layer drop nothing, and go with their neighbors.
+    dropping = range(1, layers - 1)
+    if not dropping or not all(max(by_layer[layer], default=0) > 0 for layer in dropping):
+        return LayerGroups.alike(layers)
+    sources = [min(max(layer, dropping.start), dropping.stop - 1) for layer in range(layers)]
+    tolerated = tolerated_ratios(sample for sample in samples if sample.setting.tokens == shortest)
+    if all(layer in tolerated for layer in dropping):
+        trends = [tolerated[layer] for layer in sources]
+    else:
+        trends = [max(by_layer[layer]) for layer in sources]
+    shares = [[each / max(by_layer[layer]) for each in by_layer[layer]] for layer in sources]
+    return LayerGroups.similar(trends, shares)
+
+
+def tolerated_ratios(samples: Iterable[AccuracySample]) -> dict[int, float]:
+    """Return the largest ratio that each layer tolerates if it alone drops.
+
+    It is a mean over prompts and groups, by the scoring with which layers tolerate most. If a layer
+    tolerates no measured ratio, half of the smallest counts.
+    """
+    found: dict[tuple[object, ...], dict[int, list[AccuracySample]]] = {}
+    for sample in samples:
+        layer, csa = only_layer(sample.setting), sample.setting.csa
+        if layer is not None:
+            scoring = csa.strategy, csa.importance_layer, csa.importance_window
+            found.setdefault(scoring, defaultdict(list))[layer].append(sample)
+    by_scoring = [
+        {layer: _tolerated(of_layer) for layer, of_layer in of_scoring.items()}
+        for of_scoring in found.values()
+    ]
+    return max(
+        by_scoring, key=lambda tolerated: (len(tolerated), sum(tolerated.values())), default={}
+    )
+
+
+def only_layer(setting: Setting) -> int | None:
+    """Return the layer that alone drops, or None if several do."""
+    dropping = [
+        layer
+        for layer, cells in enumerate(setting.cells, start=1)
+        if any(cell.ratio for cell in cells)
+    ]
+    return dropping[0] if len(dropping) == 1 else None
+
+
+def _tolerated(samples: Iterable[AccuracySample]) -> float:
+    branches: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+    for sample in samples:
+        setting = sample.setting
+        ratio = max(cell.ratio for of_layer in setting.cells for cell in of_layer)
+        branches[setting.tokens, setting.locations, setting.levels].append((ratio, sample.loss))
+    return fmean(_largest_tolerated(sorted(branch)) for branch in branches.values())
+
+
+def _largest_tolerated(losses: Sequence[tuple[float, float]]) -> float:
+    """Return the largest of ascending ratios up to which no loss is too large."""
+    tolerated = losses[0][0] / 2
+    for ratio, loss in losses:
+        if loss > TOLERABLE:
+            break
+        tolerated = ratio
+    return min(tolerated, LARGEST_RATIO)

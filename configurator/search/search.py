@@ -7,16 +7,16 @@ Exhaustive search compares everything, and is the oracle for other answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import NamedTuple
 
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.configurator.search.space import Loss, Space
-from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.csa import Architecture, CsaSettings, Ratios
 from csps.protocols.attention.plan import RINGS, Objective, Ring
 
 AT_ONCE = 2_048
@@ -85,7 +85,8 @@ def enumerated(problem: SearchProblem, space: Space, loss: Loss) -> SearchResult
     # that is fast enough.
     if problem.objective.kind == "accuracy":
         return _least_loss(problem, space, loss)
-    return chosen(problem, compared(problem, admissible(problem, space, loss), loss))
+    within = tuned(problem, space, admissible(problem, space, loss))
+    return chosen(problem, compared(problem, within, loss))
 
 
 def exhaustive(problem: SearchProblem, space: Space, loss: Loss) -> SearchResult:
@@ -99,7 +100,8 @@ def _least_loss(problem: SearchProblem, space: Space, loss: Loss) -> SearchResul
     in_order = sorted(candidates, key=losses.__getitem__)
     found: list[Found] = []
     for begin in range(0, len(in_order), AT_ONCE):
-        found += compared(problem, in_order[begin : begin + AT_ONCE], loss)
+        batch = in_order[begin : begin + AT_ONCE]
+        found += compared(problem, tuned(problem, space, batch), loss)
         fast = [candidate.loss for candidate in found if not problem.excess(candidate)]
         after = in_order[begin + AT_ONCE : begin + AT_ONCE + 1]
         if fast and (not after or losses[after[0]] > min(fast) + SAME):
@@ -118,14 +120,105 @@ def with_rings(problem: SearchProblem, result: SearchResult) -> SearchResult:
 
 
 def admissible(problem: SearchProblem, space: Space, loss: Loss) -> Iterator[CsaSettings]:
-    """Yield exact attention, and all configurations within the bound on the loss."""
+    """Yield exact attention, and all configurations within the bound on the loss.
+
+    M is the same in all layers. If these form several groups, only M of level 1 differs between
+    configurations, because `tuned` finds the others.
+    """
     locations = problem.group.locations
     yield from space.exact(locations)
     for strategy, levels, scoring in space.variants(locations):
         of_ratios = partial(space.settings, strategy, levels, scoring)
         for ratios in space.admissible(of_ratios, loss, problem.most_loss):
-            for micro in space.micros(levels):
-                yield of_ratios(ratios, micro)
+            for micro in _started(space, levels):
+                yield of_ratios(ratios, [micro] * len(space.groups.members))
+
+
+def _started(space: Space, levels: int) -> list[tuple[int, ...]]:
+    """Return M from which `tuned` starts: all of it if it has nothing to do."""
+    micros = space.micros(levels)
+    if len(space.groups.members) == 1:
+        return micros
+    return [next(alike) for _, alike in groupby(micros, key=lambda micro: micro[0])]
+
+
+def tuned(
+    problem: SearchProblem, space: Space, candidates: Iterable[CsaSettings]
+) -> Iterator[CsaSettings]:
+    """Yield candidates with the M of farther levels that takes least, for each group of layers.
+
+    The time of a prompt is the sum over its layers. So the best M of a group depends on the ratios
+    of its own layers, not on those of other groups.
+    """
+    known: dict[_GroupKey, tuple[int, ...]] = {}
+    rest = iter(candidates)
+    while batch := list(islice(rest, AT_ONCE)):
+        asked = {
+            key: candidate
+            for candidate in batch
+            for key in _group_keys(space, candidate)
+            if key not in known
+        }
+        options = [
+            (key, micro, _with_micro(space, candidate, key.group, micro))
+            for key, candidate in asked.items()
+            for micro in space.micros(key.levels)
+            if micro[0] == key.first
+        ]
+        found = [settings for _, _, settings in options]
+        seconds = prefill_seconds(problem.group, found, problem.tokens).tolist() if found else []
+        timed = zip(seconds, options, strict=True)
+        for _, (key, micro, _) in sorted(timed, key=lambda option: option[0]):
+            known.setdefault(key, micro)
+        for candidate in batch:
+            keys = _group_keys(space, candidate)
+            if keys:
+                by_layer = space.by_layer([known[key] for key in keys])
+                candidate = replace(candidate, micro_partitions=by_layer)
+            yield candidate
+
+
+class _GroupKey(NamedTuple):
+    """A group of layers, and on what its best M depends."""
+
+    group: int
+    strategy: Architecture | None
+    levels: int
+    layer: str
+    window: int
+    first: int
+    """M of level 1."""
+    ratios: Ratios
+    """Ratios of its layers."""
+
+
+def _group_keys(space: Space, settings: CsaSettings) -> list[_GroupKey]:
+    """Return the groups whose M is to be chosen."""
+    groups, micros = space.groups.members, settings.micro_partitions
+    if len(groups) == 1 or settings.lossless or micros is None or settings.levels is None:
+        return []
+    last = len(settings.drop_ratios) - 1
+    return [
+        _GroupKey(
+            group=index,
+            strategy=settings.strategy,
+            levels=settings.levels,
+            layer=settings.importance_layer,
+            window=settings.importance_window,
+            first=micros[0][0],
+            ratios=tuple(settings.drop_ratios[min(layer, last)] for layer in members),
+        )
+        for index, members in enumerate(groups)
+    ]
+
+
+def _with_micro(
+    space: Space, settings: CsaSettings, group: int, micro: tuple[int, ...]
+) -> CsaSettings:
+    assert settings.micro_partitions is not None
+    alike = settings.micro_partitions[0]
+    of_groups = [micro if index == group else alike for index in range(len(space.groups.members))]
+    return replace(settings, micro_partitions=space.by_layer(of_groups))
 
 
 def _everything(problem: SearchProblem, space: Space) -> Iterator[CsaSettings]:
@@ -133,13 +226,11 @@ def _everything(problem: SearchProblem, space: Space) -> Iterator[CsaSettings]:
     yield from space.exact(locations)
     for strategy, levels, scoring in space.variants(locations):
         for ratios in space.ratios():
-            for micro in space.micros(levels):
-                yield space.settings(strategy, levels, scoring, ratios, micro)
+            for micros in space.group_micros(levels):
+                yield space.settings(strategy, levels, scoring, ratios, micros)
 
 
-def compared(
-    problem: SearchProblem, candidates: Iterator[CsaSettings] | Sequence[CsaSettings], loss: Loss
-) -> list[Found]:
+def compared(problem: SearchProblem, candidates: Iterable[CsaSettings], loss: Loss) -> list[Found]:
     """Return candidates with their predicted times and losses."""
     found: list[Found] = []
     rest = iter(candidates)

@@ -22,9 +22,9 @@ from csps.configurator.search.search import (
     exhaustive,
     with_rings,
 )
-from csps.configurator.search.space import ImportanceScoring, LayerGroups, Loss, Space
+from csps.configurator.search.space import STEP, ImportanceScoring, LayerGroups, Loss, Space
 from csps.loadgen.planner.hardware_file import HARDWARE, load_group
-from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.csa import CsaSettings, ratios_text
 from csps.protocols.attention.plan import Objective
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import Topology
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     model = None if arguments.accuracy is None else AccuracyModel.load(arguments.accuracy, None)
     search = exhaustive if arguments.exhaustive else enumerated
     loss = _loss(model, question)
-    answer = with_rings(question, search(question, _space(group), loss))
+    answer = with_rings(question, search(question, _space(group, model), loss))
     by_hand = compared(question, _by_hand(arguments), _predicted(model, question))
     for line in _lines(question, answer, by_hand, model, arguments):
         print(line)
@@ -99,15 +99,18 @@ def _unknown(configurations: Sequence[CsaSettings]) -> list[float]:
     return [0.0 if configuration.lossless else 1.0 for configuration in configurations]
 
 
-def _space(group: SimulatedGroup) -> Space:
-    groups = LayerGroups.alike(group.shape.layers)
+def _space(group: SimulatedGroup, model: AccuracyModel | None) -> Space:
+    layers = group.shape.layers
+    groups = LayerGroups.alike(layers) if model is None else model.groups_of(layers)
     scoring = (ImportanceScoring("same", 64), ImportanceScoring("previous", 64))
     if group.members < MANY:
-        return Space(groups=groups, scoring=scoring)
+        # Ratios of all layer groups are combined, so more of them need larger steps.
+        step = STEP if len(groups.members) == 1 else 5 * STEP
+        return Space(groups=groups, scoring=scoring, step=step)
     return Space(
         groups=groups,
         scoring=scoring,
-        step=0.1,
+        step=5 * STEP,
         micro_partitions=((4, 8, 16), (1, 4), (1, 2)),
         strategies=("ntp",),
     )
@@ -194,9 +197,12 @@ def _row(name: str, found: Found, beyond: bool) -> str:
     micro = (
         "-"
         if not settings.pipelined
-        else ",".join(map(str, (settings.micro_partitions or ((4,),))[0]))
+        else " ".join(
+            dict.fromkeys(
+                ",".join(map(str, of_layer)) for of_layer in settings.micro_partitions or ((4,),)
+            )
+        )
     )
-    ratios = ", ".join("/".join(f"{ratio:g}" for ratio in layer) for layer in settings.drop_ratios)
     scored_by = (
         "-" if settings.lossless else f"{settings.importance_layer}, {settings.importance_window}"
     )
@@ -204,7 +210,7 @@ def _row(name: str, found: Found, beyond: bool) -> str:
         name,
         _engine_name(found),
         settings.levels or "-",
-        "-" if settings.lossless else ratios,
+        "-" if settings.lossless else ratios_text(settings.drop_ratios),
         micro,
         scored_by,
         f"{found.seconds * 1000:.1f} ms",

@@ -68,9 +68,11 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
         self._found: dict[Bucket, tuple[Allowed, ...]] = {}
         self._permilles: dict[tuple[str, GroupShape, int, int], int] = {}
         self._groups: dict[GroupShape, SimulatedGroup] = {}
+        layers = speed.model.layers
         self._space = Space(
-            groups=LayerGroups.alike(speed.model.layers),
+            groups=LayerGroups.alike(layers) if accuracy is None else accuracy.groups_of(layers),
             step=0.1,
+            rungs=(0.1, 0.3, 0.5, 0.7, 0.9, 0.98),
             # A bucket of eight instances takes seconds with all that `csps plan` compares.
             micro_partitions=((4,), (1,), (1,)),
             scoring=(ImportanceScoring("same", 64),),
@@ -80,6 +82,7 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
     def measured(self, accuracy: AccuracyModel) -> None:
         """Offer what loses as much accuracy as a request allows, from now on."""
         self._accuracy = accuracy
+        self._space = replace(self._space, groups=accuracy.groups_of(self._space.groups.layers))
         self._found.clear()
 
     def add(self, cls: RequestClass) -> None:

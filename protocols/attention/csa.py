@@ -10,7 +10,7 @@ the instances; levels and micro-partitions are made for that group when the step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby, pairwise
 from typing import Any, Literal, TypeVar
@@ -22,8 +22,8 @@ ALL_QUERIES = 0
 """Value of `CsaPlan.importance_window` that scores by all queries."""
 
 Ratios = tuple[tuple[float, ...], ...]
-"""Drop ratios, or coverages, of levels 2, 3, …; for each level one for all KV heads, or one per KV
-head."""
+"""Drop ratios or coverages of levels 2, 3, …, or of layers; of each, one for all KV heads or one
+per KV head."""
 
 T = TypeVar("T")
 
@@ -63,6 +63,37 @@ def squaring(coverage: float | Sequence[float], levels: int) -> Ratios:
     return tuple(
         tuple(max(share ** (2**n), _SMALLEST) for share in by_head) for n in range(levels - 1)
     )
+
+
+def ratios_text(drop_ratios: Ratios) -> str:
+    """Return ratios by layer as text, such as "0, 0.9, 0.3/0.6" with two KV heads."""
+    return ", ".join("/".join(f"{ratio:g}" for ratio in of_heads) for of_heads in drop_ratios)
+
+
+def parse_ratios(text: str) -> Ratios:
+    """Parse `ratios_text`.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    return tuple(
+        tuple(float(ratio) for ratio in of_heads.split("/")) for of_heads in text.split(", ")
+    )
+
+
+def shortened(drop_ratios: Ratios) -> Ratios:
+    """Return the same ratios with equal ones of all KV heads, or of all last layers, only once."""
+    return trimmed(
+        of_heads[:1] if len(set(of_heads)) == 1 else of_heads for of_heads in drop_ratios
+    )
+
+
+def trimmed(by_layer: Iterable[T]) -> tuple[T, ...]:
+    """Return numbers by layer without the last ones that repeat the one before."""
+    kept = list(by_layer)
+    while len(kept) > 1 and kept[-1] == kept[-2]:
+        kept.pop()
+    return tuple(kept)
 
 
 def kept_tokens(tokens: int, drop_ratio: float, always: int = 0) -> int:

@@ -111,19 +111,23 @@ class Objective:
             return 0.0 if self.kind == "ttft" else 1.0
         return self.max_accuracy_loss
 
-    def met(self, ttft_ms: float, loss: float | None) -> bool | None:
-        """Return True if a prediction meets the bounds; None if there are none, or no prediction.
+    def met(self, ttft_ms: float, loss: float | None, error_ms: float = 0.0) -> bool | None:
+        """Return True if a prediction meets the bounds, and False if it misses one.
+
+        None if there are no bounds, if the loss was not predicted, and if TTFT exceeds its bound by
+        no more than the prediction's error.
 
         Args:
             loss: predicted loss of accuracy; None if it was not predicted.
+            error_ms: error of the predicted TTFT.
         """
         if not self.bounded:
             return None
-        if self.max_ttft_ms is not None and ttft_ms > self.max_ttft_ms:
+        late_ms = 0.0 if self.max_ttft_ms is None else ttft_ms - self.max_ttft_ms
+        bounds_loss = self.max_accuracy_loss is not None
+        if late_ms > error_ms or (bounds_loss and loss is not None and loss > self.most_loss):
             return False
-        if self.max_accuracy_loss is None:
-            return True
-        return None if loss is None else loss <= self.max_accuracy_loss
+        return None if late_ms > 0 or (bounds_loss and loss is None) else True
 
     @property
     def key(self) -> str:
@@ -205,8 +209,9 @@ class AttentionPlan:
     earlier attempt has sampled the first token."""
     predicted_accuracy_loss: float | None = None
     bounds_met: bool | None = None
-    """True if the request's bounds are predicted to be met; None without bounds, and where the
-    loss of accuracy was not predicted."""
+    """True if the request's bounds are predicted to be met, False if one is predicted to be missed
+    by more than the prediction's error. None in between, without bounds, and where the loss of
+    accuracy was not predicted."""
     reason: str = ""
 
 

@@ -89,14 +89,17 @@ def _read(settings: Settings, accuracy: AccuracyModel) -> PredictedOptions:
         groups = MeasuredGroups.read(base, settings)
     folder = regressors_folder(path)
     layers = read_spec(settings.model_dir, settings.model_overrides).layers
-    space = answered_space(layers)
+    space = answered_space(accuracy.groups_of(layers))
     machine = of_machine(identity)
     models = {
-        kind: DirectModel.load(direct_folder(folder, kind), kind, len(space.groups.runs), machine)
+        kind: DirectModel.load(
+            direct_folder(folder, kind), kind, len(space.groups.members), machine
+        )
         for kind in OBJECTIVE_KINDS
     }
     return PredictedOptions(
         answerer=DirectAnswerer(space=space, models=models),
         accuracy=accuracy,
         group_of=groups.of_servers,
+        beyond_measured=settings.configurator.beyond_measured,
     )

@@ -25,6 +25,7 @@ from csps.configurator.model.scaling_information_base import (
     FitRow,
     LinkRow,
     ScalingInformationBase,
+    SpreadRow,
     StepRow,
 )
 from csps.models.network.spec import read_spec
@@ -46,7 +47,12 @@ from csps.services.measured.identity import identity_of
 from csps.services.measured.measured_groups import BETWEEN, INSIDE, kind_of
 from csps.services.measured.scheduler_inputs import LATENCY
 from csps.services.profiling.accuracy.profile import QUICK as QUICK_POINTS
-from csps.services.profiling.accuracy.profile import AccuracyProfile, Enumeration, accuracy_lines
+from csps.services.profiling.accuracy.profile import (
+    AccuracyProfile,
+    Enumeration,
+    accuracy_lines,
+    spread_lines,
+)
 from csps.services.profiling.links import (
     LOOPBACK,
     QUICK_SIZES,
@@ -272,7 +278,10 @@ def _show(
         lines = list(phase_lines(base, settings))
     elif section == "accuracy":
         layers = read_spec(settings.model_dir, settings.model_overrides).layers
-        lines = list(accuracy_lines(base.rows(AccuracyRow), layers=layers))
+        lines = [
+            *accuracy_lines(base.rows(AccuracyRow), layers=layers),
+            *spread_lines(base.rows(SpreadRow)),
+        ]
     elif section == "ring":
         lines = list(ring_lines(base.rows(StepRow), fit_rings(base)))
     else:

@@ -11,6 +11,7 @@ from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     Identity,
     ScalingInformationBase,
+    SpreadRow,
 )
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.plan.predicted_options import answered_space
@@ -22,7 +23,8 @@ from csps.configurator.regressors.direct import (
     simulated,
     train_direct,
 )
-from csps.configurator.regressors.samples import accuracy_samples
+from csps.configurator.regressors.samples import accuracy_samples, measured_groups
+from csps.configurator.search.space import LayerGroups
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.attention.plan import ObjectiveKind
 from csps.protocols.core.errors import ConfigError
@@ -85,7 +87,9 @@ def _accuracy(
     if shipped is not None:
         print(f"loss of accuracy, as shipped: {shipped.description.samples} configurations")
         return shipped
-    accuracy = train_accuracy(accuracy_samples(rows, layers=spec.layers), of_model(identity))
+    samples = accuracy_samples(rows, layers=spec.layers)
+    groups = measured_groups(base.rows(SpreadRow), samples, layers=spec.layers)
+    accuracy = train_accuracy(samples, of_model(identity), groups)
     accuracy.save(folder)
     for line in _accuracy_lines(accuracy, folder):
         print(line)
@@ -98,7 +102,7 @@ def _direct(
     spec: ModelSpec,
     trained_for: dict[str, str],
 ) -> Iterator[tuple[ObjectiveKind, DirectModel]]:
-    space = answered_space(spec.layers)
+    space = answered_space(accuracy.groups_of(spec.layers))
     prompts = [
         simulated(
             group,
@@ -139,6 +143,22 @@ def _accuracy_lines(model: AccuracyModel, folder: Path) -> Iterator[str]:
     yield f"  held out: {held_out['samples']:.0f}, mean absolute error {error:.4f}"
     yield f"  on the right side of bounds: {right:.1%}; of those farther from the bound than the "
     yield f"  interval of the measurement: {held_out['right_side_beyond_interval']:.1%}"
+    if model.groups is not None:
+        yield from group_lines(model.groups)
+
+
+def group_lines(groups: LayerGroups) -> Iterator[str]:
+    """Yield which layers share a ratio, and how ratios relate; nothing if all are alike."""
+    if groups.all_alike:
+        return
+    ratios = groups.graded(1.0)
+    for members in groups.members:
+        layers = ", ".join(map(str, members))
+        of_layers = "; ".join(
+            "/".join(f"{ratio:.2f}" for ratio in ratios[min(layer, len(ratios) - 1)])
+            for layer in members
+        )
+        yield f"  layers {layers} drop {of_layers} of the largest ratio"
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -169,6 +169,9 @@ class Marks:
     """The attempt's first step was sent."""
     prefilled: float | None = None
     """The attempt's prefill sampled a token."""
+    in_step_s: float | None = None
+    """Seconds that the step of the whole prompt queued, computed and communicated on the slowest
+    rank; None before it ended, and for prompts in several steps."""
     first_token: float | None = None
     """First token of the answer, whichever attempt sampled it."""
     joined: float | None = None
@@ -435,19 +438,41 @@ class RequestHandle:
         self.timings.queue_s = placed - marks.queued
         self.timings.plan_s = now - placed
 
-    def expect_first_token(self, at_ns: int, overhead_ns: int = 0) -> None:
+    def expect_first_token(self, at_ns: int, overhead_ns: int = 0, error: float = 0.0) -> None:
         """Predict the first token from the end of the last step sent so far.
 
         Args:
             at_ns: predicted end of that step (`time.monotonic_ns()`).
             overhead_ns: time that bounds on TTFT leave room for.
+            error: relative error of the time that is left until then.
         """
         if self.plan is not None and self.marks.first_token is None:
             ttft_ms = (at_ns / 1e9 - self.marks.submitted) * 1e3
-            met = self.spec.objective.met(
-                ttft_ms + overhead_ns / 1e6, self.plan.predicted_accuracy_loss
-            )
+            met = self.met(at_ns, self.plan.predicted_accuracy_loss, overhead_ns, error)
             self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms, bounds_met=met)
+
+    def met(
+        self, at_ns: int, loss: float | None, overhead_ns: int = 0, error: float = 0.0
+    ) -> bool | None:
+        """Return whether a step meets the bounds (`Objective.met`).
+
+        What the request has waited so far is measured, so only the rest of the prediction errs.
+
+        Args:
+            loss: predicted loss of the step's option.
+        """
+        ttft_ms = (at_ns / 1e9 - self.marks.submitted) * 1e3
+        error_ms = error * max(0.0, at_ns / 1e9 - time.monotonic()) * 1e3
+        return self.spec.objective.met(ttft_ms + overhead_ns / 1e6, loss, error_ms)
+
+    @property
+    def overhead_s(self) -> float | None:
+        """Return the part of the time to first token that was neither waiting nor the prompt's
+        step; None before both ended, and for prompts in several steps."""
+        marks = self.marks
+        if marks.placed is None or marks.first_token is None or marks.in_step_s is None:
+            return None
+        return max(0.0, marks.first_token - marks.placed - marks.in_step_s)
 
     def prefilled_up_to(self, tokens: float) -> None:
         """Record that ranks have computed so many tokens of the prompt."""

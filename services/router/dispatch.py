@@ -376,11 +376,11 @@ class StepLauncher:
         ]
         if not strict:
             return
-        loss = self._costs.loss(_bucket(command, gang), command.step.strategy)
-        ends_s = (command.ends_ns + self._costs.overhead_ns) / 1e9
+        loss, costs = self._costs.loss(_bucket(command, gang), command.step.strategy), self._costs
         for sequence in strict:
-            ttft_ms = (ends_s - sequence.handle.marks.submitted) * 1e3
-            if sequence.handle.spec.objective.met(ttft_ms, loss) is False:
+            handle, ends_ns = sequence.handle, command.ends_ns
+            if handle.met(ends_ns, loss, costs.overhead_ns, costs.error) is False:
+                ttft_ms = (ends_ns + costs.overhead_ns) / 1e6 - handle.marks.submitted * 1e3
                 self._requests.fail_sequence(sequence, BoundNotMet(ttft_ms=ttft_ms, loss=loss))
 
     def _send_or_fail(
@@ -427,7 +427,7 @@ class StepLauncher:
                 loss = self._costs.loss(bucket, step.strategy)
                 handle.plan = explained_plan(step, handle.spec, csa, why, loss)
                 self._requests.launched(handle)
-            handle.expect_first_token(command.ends_ns, self._costs.overhead_ns)
+            handle.expect_first_token(command.ends_ns, self._costs.overhead_ns, self._costs.error)
 
 
 def _attempt_placement(step: PrefillStep, sequence: LiveSequence) -> AttemptPlacement:

@@ -89,7 +89,6 @@ class LiveRequests:
     Args:
         observer: receives what happens to requests, for metrics.
         post_event: takes events for the scheduler.
-        on_first_token: called with the handle at the answer's first token, to learn latencies.
         limiter: counts what API keys use.
         on_ended: called with each admitted request that has ended.
     """
@@ -98,12 +97,11 @@ class LiveRequests:
         self,
         observer: RequestObserver,
         post_event: Callable[[AnyEvent], None],
-        on_first_token: Callable[[RequestHandle], None],
         limiter: KeyLimiter,
         on_ended: Callable[[RequestHandle], None] = lambda handle: None,
     ) -> None:
         self._observer, self._post_event, self._on_ended = observer, post_event, on_ended
-        self._on_first_token, self._limiter = on_first_token, limiter
+        self._limiter = limiter
         self._live: dict[RequestId, RequestHandle] = {}
         self._queue = QueueWatch()
         self._unread = UnreadTokens()
@@ -242,7 +240,6 @@ class LiveRequests:
         handle = sequence.handle
         if (gap_s := handle.deliver(token)) is None:
             self._observer.first_token(handle)
-            self._on_first_token(handle)
         else:
             self._observer.token(handle, gap_s)
         if token.finish_reason is not None:

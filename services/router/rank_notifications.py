@@ -31,6 +31,7 @@ from csps.protocols.gang.messages import (
 )
 from csps.protocols.gang.step_messages import PrefillStep, SequenceMoved
 from csps.protocols.rpc.schema import unpack
+from csps.services.requests.request_handle import RequestHandle
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.live_sequences import (
     LiveMove,
@@ -260,6 +261,8 @@ class RunningSteps:
 
     Args:
         measured: takes how long a whole step took, and on which group.
+        prefilled: takes a request whose whole prompt the step computed; the first token was sent
+            before its end.
         observer: takes the figures of a step.
         requests: takes the elastic events of steps.
         post_event: takes events for the scheduler.
@@ -268,12 +271,13 @@ class RunningSteps:
     def __init__(
         self,
         measured: Callable[[RunStep, GroupShape, float], None],
+        prefilled: Callable[[RequestHandle], None],
         observer: RequestObserver,
         requests: LiveRequests,
         post_event: PostEvent,
     ) -> None:
-        self._measured, self._observer, self._requests = measured, observer, requests
-        self._post_event = post_event
+        self._measured, self._prefilled = measured, prefilled
+        self._observer, self._requests, self._post_event = observer, requests, post_event
         self._running: dict[StepId, _RunningStep] = {}
 
     def launched(
@@ -352,6 +356,10 @@ class RunningSteps:
 
     def _completed(self, step: _RunningStep) -> None:
         took_s = max(step.took_s.values())
+        for chunk, sequence in zip(step.command.step.chunks, step.sequences, strict=True):
+            if chunk.last and chunk.start == sequence.command.cached:
+                sequence.handle.marks.in_step_s = max(map(_in_step_s, step.figures))
+                self._prefilled(sequence.handle)
         # A step that computes the logits of whole prompts says nothing of one that does not.
         if all(sequence.handle.prompt_logprobs is None for sequence in step.sequences):
             self._measured(step.command, step.shape, took_s)
@@ -381,6 +389,10 @@ def _add_dropped_mass(step: _RunningStep) -> None:
         own = [mass for mass in masses if mass.sequence_id == sequence.id]
         if sequence.id in tokens and sequence.handle.sequence_id == sequence.id:
             sequence.handle.dropped_mass.add_chunk(tokens[sequence.id], own)
+
+
+def _in_step_s(done: PrefillDone) -> float:
+    return done.queue_s + done.compute_s + done.communication_s + done.yielded_s
 
 
 def _figures(step: _RunningStep) -> StepFigures:

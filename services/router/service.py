@@ -92,12 +92,15 @@ class RequestService:
         self._requests = LiveRequests(
             self._observer,
             self._driver.post_event,
-            guarded(costs.record_first_token),
             self._limiter,
             (lambda handle: None) if load_trace is None else guarded(load_trace.record),
         )
         self._steps = RunningSteps(
-            costs.measured, self._observer, self._requests, self._driver.post_event
+            costs.measured,
+            costs.record_overhead,
+            self._observer,
+            self._requests,
+            self._driver.post_event,
         )
         self._notifications = RankNotifications(
             self._gangs,

@@ -180,6 +180,8 @@ class ConfiguratorSettings(SettingsSection):
 
     profile_when_idle: bool = False
     """Measure missing times of this machine, and learn from them, while it is idle."""
+    beyond_measured: bool = True
+    """Let bounds drop tokens of prompts longer than any whose loss was measured."""
 
 
 class DeadlineSettings(SettingsSection):

@@ -38,9 +38,10 @@ from csps.protocols.core.errors import ConfigError
 
 HERE = {"weights": "w1", "device": "cpu"}
 SPACE = Space(
-    groups=LayerGroups(runs=(range(2), range(2, 5)), spreads=((0.5,), (1.0,))),
+    groups=LayerGroups(members=((0, 1), (2, 3, 4)), trends=(0.5, 1.0)),
     anchors=(0.3, 0.7),
     step=0.2,
+    rungs=(0.2, 0.6, 0.9),
     micro_partitions=((4, 8, 16), (1, 4), (1,)),
     scoring=(ImportanceScoring("same", 64),),
 )

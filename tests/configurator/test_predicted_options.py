@@ -29,7 +29,7 @@ from csps.configurator.plan.strategy_rules import StrategyRules
 from csps.configurator.regressors.direct import Predicted
 from csps.configurator.regressors.samples import Setting
 from csps.configurator.search.search import SearchProblem
-from csps.configurator.search.space import LOSSES
+from csps.configurator.search.space import LOSSES, LayerGroups
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import (
     RINGS,
@@ -83,7 +83,7 @@ def group_of(servers: Sequence[int], tp: int) -> SimulatedGroup:
 
 PREDICTED = PredictedOptions(
     answerer=DirectAnswerer(
-        space=answered_space(LAYERS),
+        space=answered_space(LayerGroups.alike(LAYERS)),
         models={"ttft": Says(), "accuracy": Says()},  # type: ignore[dict-item]
     ),
     accuracy=Loses(),  # type: ignore[arg-type]
@@ -127,6 +127,41 @@ def test_wider_bounds_take_less_time_and_times_are_the_simulators(
     ]
     assert least == sorted(least, reverse=True)
     assert least[-1] < least[0] < 1000
+
+
+@pytest.mark.parametrize(
+    ("servers", "tokens"), [((1, 1), 3 << 9), ((2, 2), 3 << 12), ((1, 1), 3 << 16)]
+)
+def test_steps_in_time_lie_between_exact_attention_and_the_fastest_option(
+    servers: tuple[int, ...], tokens: int
+) -> None:
+    """At every length, also where nothing is lost, a tighter bound on TTFT drops a little more."""
+
+    class Nothing(Loses):
+        def _lost(self, configuration: CsaSettings) -> float:
+            return 0.0
+
+    nothing: Any = Nothing()
+    for accuracy in (PREDICTED.accuracy, nothing):
+        rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, accuracy=accuracy))
+        offered = answer(rules, servers=servers, tokens=tokens)
+        exact = min(
+            option.permille
+            for option in offered
+            if (csa := parse_option(option.strategy).csa) is None or csa.lossless
+        )
+        fastest = min(option.permille for option in offered)
+        assert fastest < 0.95 * exact
+        dropping = {
+            option.permille: max(map(max, csa.drop_ratios))
+            for option in offered
+            if (csa := parse_option(option.strategy).csa) is not None and not csa.lossless
+        }
+        by_time = [dropping[taken] for taken in sorted(dropping, reverse=True)]
+        assert len(by_time) >= 4
+        if accuracy is nothing:
+            assert max(by_time) == 0.98
+            assert by_time == sorted(by_time)
 
 
 def test_a_loss_below_the_resolution_is_none(
@@ -264,6 +299,20 @@ def test_options_for_longer_prompts_than_measured_say_so() -> None:
             settings = parse_option(choice.strategy).csa
             drops = settings is not None and not settings.lossless
             assert ("prompts of 16384 tokens" in choice.reason) == (said and drops)
+
+
+def test_a_setting_keeps_longer_prompts_than_measured_exact() -> None:
+    known = Loses()
+    known.longest = 16_384
+    predicted = replace(PREDICTED, accuracy=known, beyond_measured=False)  # type: ignore[arg-type]
+    rules = StrategyRules(SHAPE, predicted=predicted)
+    for tokens, refused in ((12_288, False), (TOKENS, True)):
+        offered = answer(rules, tokens=tokens)
+        assert (max(choice.loss or 0.0 for choice in offered) == 0) == refused
+        for choice in offered:
+            settings = parse_option(choice.strategy).csa
+            assert settings is None or settings.lossless or not refused
+            assert ("measured up to 16384 tokens" in choice.reason) == refused
 
 
 def test_the_reason_says_why_nothing_is_dropped() -> None:

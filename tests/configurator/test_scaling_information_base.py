@@ -18,6 +18,7 @@ from csps.configurator.model.scaling_information_base import (
     LinkRow,
     PhaseRow,
     ScalingInformationBase,
+    SpreadRow,
     StepRow,
 )
 from csps.protocols.core.errors import ConfigError, DeadlineExceeded
@@ -51,6 +52,7 @@ ROWS = [
         right_exact=49, right=48, divergence=0.25, date="d",
     ),
     FitRow(name="latency", digest="ab", canonical=b"\x00{}", date="d"),
+    SpreadRow(tokens=4096, layer=1, kv_head=0, window=64, prompts=6, spread=1e-3, date="d"),
 ]  # fmt: skip
 
 
@@ -112,19 +114,22 @@ def test_another_schema_is_refused(path: Path) -> None:
     ScalingInformationBase.create(path, HERE).close()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(ConfigError, match=r"schema 4 \(found schema 99\)"):
+    with pytest.raises(ConfigError, match=r"schema 5 \(found schema 99\)"):
         ScalingInformationBase.read(path, HERE)
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3])
+@pytest.mark.parametrize("schema", [1, 2, 3, 4])
 def test_a_base_of_an_older_schema_keeps_its_measurements(path: Path, schema: int) -> None:
-    _, link, _, accuracy, _ = ROWS
+    _, link, _, accuracy, *_ = ROWS
     with ScalingInformationBase.create(path, HERE) as base:
         for row in ROWS:
             base.add(row)
     with sqlite3.connect(path) as database:
-        database.execute("ALTER TABLE links DROP COLUMN sender")
-        database.execute("ALTER TABLE links DROP COLUMN receiver")
+        database.execute("DROP TABLE spreads")
+        database.execute("ALTER TABLE accuracy DROP COLUMN drop_ratios")
+        if schema < 4:
+            database.execute("ALTER TABLE links DROP COLUMN sender")
+            database.execute("ALTER TABLE links DROP COLUMN receiver")
         if schema < 3:
             database.execute("DROP TABLE accuracy")
             database.execute("CREATE TABLE accuracy (tokens INTEGER NOT NULL)")
@@ -136,7 +141,9 @@ def test_a_base_of_an_older_schema_keeps_its_measurements(path: Path, schema: in
             assert again.rows(StepRow) == [STEP]
             assert again.rows(AccuracyRow) == ([] if schema < 3 else [accuracy])
             assert isinstance(link, LinkRow)
-            assert again.rows(LinkRow) == [replace(link, sender="", receiver="")]
+            unknown = {"sender": "", "receiver": ""} if schema < 4 else {}
+            assert again.rows(LinkRow) == [replace(link, **unknown)]
+            assert again.rows(SpreadRow) == []
 
 
 def test_files_of_something_else_are_refused_and_left_alone(path: Path, tmp_path: Path) -> None:

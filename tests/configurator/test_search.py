@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -15,34 +15,49 @@ from property_examples import examples
 from csps.configurator.search import search
 from csps.configurator.search.search import SearchProblem, SearchResult, enumerated, exhaustive
 from csps.configurator.search.space import ImportanceScoring, LayerGroups, Loss, Space
-from csps.protocols.attention.csa import CsaSettings
+from csps.protocols.attention.csa import CsaSettings, Ratios
 from csps.protocols.attention.plan import Objective
 from csps.protocols.core.errors import ConfigError
 
-GROUPS = LayerGroups(runs=(range(2), range(2, 5)), spreads=((0.5,), (1.0,)))
+GROUPS = LayerGroups(members=((0, 1), (2, 3, 4)), trends=(0.5, 1.0))
 SMALL = Space(
     groups=GROUPS,
     anchors=(0.5,),
     step=0.1,
     reach=0.2,
+    rungs=(0.2, 0.6, 0.9),
     micro_partitions=((2, 4), (1, 2), (1,)),
     scoring=(ImportanceScoring("same", 8), ImportanceScoring("previous", 8)),
 )
 
 
-def test_groups_follow_the_spread_of_attention_scores() -> None:
-    spreads = [(0.1,), (0.11,), (0.3,), (0.31,), (0.12,)]
-    found = LayerGroups.similar(spreads, tolerance=0.2)
-    assert found.runs == (range(2), range(2, 4), range(4, 5))
-    first, second, third = (center for (center,) in found.centers(0.6))
-    assert (first / second, third / second) == pytest.approx((0.105 / 0.305, 0.12 / 0.305))
-    assert second == pytest.approx(0.6)
-    assert found.by_layer([(0.2,), (0.6,), (0.6,)]) == ((0.2,), (0.2,), (0.6,))
+def test_layers_with_near_trends_share_a_ratio_wherever_they_are() -> None:
+    found = LayerGroups.similar([0.1, 0.11, 0.3, 0.31, 0.12])
+    assert found.members == ((0, 1, 4), (2, 3))
+    low, high = found.centers(0.6)
+    assert low / high == pytest.approx(0.11 / 0.305)
+    assert high == pytest.approx(0.6)
+    assert found.by_layer([0.2, 0.6]) == ((0.2,), (0.2,), (0.6,), (0.6,), (0.2,))
 
 
-def test_runs_that_leave_layers_out_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be consecutive"):
-        LayerGroups(runs=(range(1, 2),), spreads=((1.0,),))
+def test_the_nearest_groups_are_joined_where_there_are_too_many() -> None:
+    found = LayerGroups.similar([0.1, 0.2, 0.35, 0.9], most=3)
+    assert found.members == ((0,), (1, 2), (3,))
+    assert LayerGroups.similar([0.1, 0.2, 0.35, 0.9], most=1).members == ((0, 1, 2, 3),)
+
+
+def test_heads_have_their_share_of_the_ratio_of_their_layer() -> None:
+    shares = [[1.0, 1.0], [0.25, 1.0], [1.0, 0.5], [1.0, 1.0]]
+    found = LayerGroups.similar([0.5, 0.5, 1.0, 1.0], shares)
+    assert found.by_layer([0.4, 0.8]) == ((0.4,), (0.1, 0.4), (0.8, 0.4), (0.8,))
+    assert found.graded(0.8) == found.by_layer([0.4, 0.8])
+    assert not found.all_alike
+    assert LayerGroups.similar([0.5, 0.5], [[1.0], [1.0]]).all_alike
+
+
+def test_layers_that_are_in_no_group_are_refused() -> None:
+    with pytest.raises(ConfigError, match="each layer from 0 on must be in one layer group"):
+        LayerGroups(members=((1,),), trends=(1.0,))
 
 
 @pytest.mark.parametrize(
@@ -61,14 +76,27 @@ def test_number_of_levels(locations: tuple[str, ...], counts: list[int]) -> None
 
 def test_ratios_are_steps_around_centers_that_relate_as_spreads_do() -> None:
     low, high = Space(groups=GROUPS, anchors=(0.6,)).grids(0.6)
-    assert low == [(pytest.approx(0.1 + 0.02 * n),) for n in range(21)]
-    assert high == [(pytest.approx(0.4 + 0.02 * n),) for n in range(21)]
-    assert len(list(Space(groups=GROUPS, anchors=(0.6,)).ratios())) == 21 * 21
+    assert low == [pytest.approx(0.1 + 0.02 * n) for n in range(21)]
+    assert high == [pytest.approx(0.4 + 0.02 * n) for n in range(21)]
+    everything = list(Space(groups=GROUPS, anchors=(0.6,)).ratios())
+    grid = {(near, near, far, far, far) for near in low for far in high}
+    rungs = [rung / 50 for rung in range(1, 50)]
+    graded = {(rung / 2, rung / 2, rung, rung, rung) for rung in rungs}
+    alike = {(rung,) * 5 for rung in rungs}
+    assert {rounded(ratios) for ratios in everything} == {
+        tuple(round(ratio, 6) for ratio in ratios) for ratios in grid | graded | alike
+    }
+    assert len(everything) == len(set(everything))
+
+
+def rounded(ratios: Ratios) -> tuple[float, ...]:
+    """Return ratios of all five layers, each with one for all heads."""
+    return tuple(round(ratios[min(layer, len(ratios) - 1)][0], 6) for layer in range(5))
 
 
 def test_ratios_stay_ratios() -> None:
     low, high = Space(groups=GROUPS, anchors=(0.95,), step=0.05).grids(0.95)
-    assert all(0 <= p < 1 for (p,) in low + high)
+    assert all(0 <= p < 1 for p in low + high)
     assert len(high) == len(set(high))
 
 
@@ -108,15 +136,19 @@ objectives = st.one_of(
 
 
 def planted_seconds(of: object, configurations: Sequence[CsaSettings], tokens: int) -> np.ndarray:
-    """Return arbitrary times, mostly lower where more is dropped, instead of simulated ones."""
-    return np.array(
-        [
-            0.5
-            - 0.4 * np.mean(configuration.drop_ratios)
-            + hash((configuration.micro_partitions, configuration.levels)) % 97 / 1e3
-            for configuration in configurations
-        ]
-    )
+    """Return arbitrary times of layers, mostly lower where more is dropped, instead of simulated
+    ones; as in the simulator, a prompt takes their sum."""
+    return np.array([sum(map(partial(layer_seconds, each), range(5))) for each in configurations])
+
+
+@cache
+def layer_seconds(configuration: CsaSettings, layer: int) -> float:
+    ratios = configuration.drop_ratios
+    ratio = ratios[min(layer, len(ratios) - 1)][0]
+    micros = configuration.micro_partitions or ((1,),)
+    micro = micros[min(layer, len(micros) - 1)]
+    arbitrary = hash((micro, configuration.levels, ratio)) % 97 / 5e2
+    return 0.1 - 0.08 * ratio + arbitrary
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from csps.configurator.regressors.accuracy import train_accuracy
 from csps.configurator.regressors.samples import AccuracySample, Setting, eligible_pairs, places_of
 from csps.configurator.regressors.support import ENOUGH, UNKNOWN, Support
-from csps.protocols.attention.csa import CsaSettings, halving, kept_tokens
+from csps.protocols.attention.csa import CsaSettings, Ratios, halving, kept_tokens, shortened
 from csps.protocols.core.errors import ConfigError
 
 SHAPES = ("2", "4", "2+2", "4+4", "8+8")
@@ -111,6 +111,56 @@ def test_no_ratio_loses_less_than_a_smaller_one(
     for number in surely:
         ratio, loss, _ = measured[number]
         assert (losses[2 * ratio - 1 :] >= loss).all()
+
+
+vectors = st.lists(
+    st.lists(st.sampled_from([0.0, 0.3, 0.9]), min_size=2, max_size=2).map(tuple),
+    min_size=4,
+    max_size=4,
+).map(tuple)
+
+
+def by_vector(ratios: Ratios) -> Setting:
+    """Return a setting of two layers that drop, and of two KV heads."""
+    return setting(0.0, drop_ratios=shortened(ratios))
+
+
+@given(st.lists(vectors, min_size=1, max_size=8, unique=True), vectors)
+def test_a_vector_is_as_hard_as_a_measured_one_if_every_layer_and_head_is(
+    measured: list[Ratios], asked: Ratios
+) -> None:
+    """Held to a comparison of all pairs of numbers; the first and the last layer never drop."""
+
+    def at_most(one: Ratios, other: Ratios) -> bool:
+        return all(one[layer][head] <= other[layer][head] for layer in (1, 2) for head in (0, 1))
+
+    def lost(ratios: Ratios) -> float:
+        return round(sum(sum(ratios[layer]) for layer in (1, 2)) / 4, 2)
+
+    support = Support.of([sample(by_vector(ratios), lost(ratios)) for ratios in measured])
+    harder = [ratios for ratios in measured if at_most(asked, ratios)]
+    nearest = [
+        lost(ratios)
+        for ratios in harder
+        if all(at_most(ratios, other) or not at_most(other, ratios) for other in harder)
+    ]
+    easier = [lost(ratios) for ratios in measured if at_most(ratios, asked)]
+    expected = max([max(nearest, default=UNKNOWN), *easier])
+    for again in (support, Support.of_rows(support.rows())):
+        assert again.losses([by_vector(asked)]) == pytest.approx([expected])
+
+
+def test_a_layer_that_alone_was_measured_supports_itself_and_no_other() -> None:
+    nothing = (0.0, 0.0)
+    alone = by_vector((nothing, (0.9, 0.9), nothing, nothing))
+    asked = [
+        by_vector((nothing, (0.9, 0.3), nothing, nothing)),
+        by_vector((nothing, nothing, (0.3, 0.3), nothing)),
+        setting(0.3),
+    ]
+    assert Support.of([sample(alone, 0.0)]).losses(asked).tolist() == [0.0, UNKNOWN, UNKNOWN]
+    lossy = Support.of([sample(alone, 0.06), sample(setting(0.9), 0.0)])
+    assert lossy.losses([setting(0.9)]).tolist() == [0.06]
 
 
 def test_smaller_groups_are_easier_and_larger_ones_are_not() -> None:

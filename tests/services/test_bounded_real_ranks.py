@@ -28,7 +28,12 @@ WHOLE = StrategyChoice(strategy="ulysses", reason="whole")
 BEHIND = StrategyChoice(strategy="ring_q", reason="behind history", permille=900)
 PIPELINED = CsaSettings(levels=2, micro_partitions=((3, 2),), strategy="ntp")
 SPARSE = CsaSettings(
-    levels=2, drop_ratios=((0.6,),), importance_layer="same", strategy="ntp", tail=16
+    levels=2,
+    drop_ratios=((0.0,), (0.6, 0.25), (0.0,)),
+    micro_partitions=((4, 2), (4, 1), (4, 2)),
+    importance_layer="same",
+    strategy="ntp",
+    tail=16,
 )
 GATHERED = CsaSettings(levels=2, drop_ratios=((0.5,),), micro_partitions=((2,),), strategy="tp")
 OPTIONS = (
@@ -98,7 +103,13 @@ async def test_options_run_by_their_names(tiny_llama: Path) -> None:
         sparse = prompt_of(LENGTH, 3)
         told = await ask(server, sparse, max_accuracy_loss=0.1)
         assert plan_of(told) == ("csa", "csa", 0.05, True)
-        assert told["csps"]["plan"]["csa"]["layer_groups"][0]["drop_ratios"] == [[0.6]]
+        layers = told["csps"]["plan"]["csa"]["layer_groups"]
+        assert [(each["drop_ratios"], each["micro_partitions"]) for each in layers] == [
+            ([[0.0]], [4, 2]),
+            ([[0.6, 0.25]], [4, 1]),
+            ([[0.0]], [4, 2]),
+        ][: len(layers)]
+        assert len(layers) >= 2
         assert told["csps"]["plan"]["csa"]["tail"] == 16
 
         told = await ask(server, [*sparse, *prompt_of(300, 4)], max_accuracy_loss=0.1)

@@ -146,6 +146,22 @@ async def test_a_bound_that_cannot_be_met_is_flagged_or_refused() -> None:
         cell.service.check_health()
 
 
+async def test_overhead_is_learned_when_the_step_of_a_first_token_has_ended() -> None:
+    async with cell_of() as cell:
+        learned: list[int] = []
+        cell.costs._overhead.observe = learned.append  # type: ignore[method-assign]
+        handle = submit(cell, objective=Objective(max_accuracy_loss=0.3))
+        step = await cell.prefilling(handle)
+        cell.prefill.sample(cell.sequence_id_of(handle), 0)
+        await anext(handle)
+        assert not learned
+        cell.prefill.finish_step(step)
+        await until(lambda: learned)
+        handle.cancel()
+        await cell.wait_until_free()
+        assert len(learned) == 1
+
+
 async def test_queueing_counts_against_a_bound_on_ttft() -> None:
     """An option of 75 ms is too slow for a bound of 460 ms behind a step of 450 ms."""
     wanted = Objective(kind="accuracy", max_ttft_ms=460.0)

@@ -24,7 +24,7 @@ from csps.configurator.model.scaling_information_base import (
     ScalingInformationBase,
 )
 from csps.configurator.search.space import ImportanceScoring
-from csps.protocols.attention.csa import CsaPlan
+from csps.protocols.attention.csa import CsaPlan, Ratios
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling import command
 from csps.services.profiling.accuracy import profile
@@ -69,7 +69,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
         yield ranks
 
 
-def point(strategy: str, layer: str, ratio: float, levels: int = 3) -> Point:
+def point(strategy: str, layer: str, ratio: float | Ratios, levels: int = 3) -> Point:
     branch = Branch(
         tokens=TOKENS,
         group_shape="2+2",
@@ -77,7 +77,8 @@ def point(strategy: str, layer: str, ratio: float, levels: int = 3) -> Point:
         levels=levels,
         scoring=ImportanceScoring(layer, 8),
     )
-    return Point(branch=branch, drop_ratio=ratio)
+    drop_ratios = ((ratio,),) if isinstance(ratio, float) else ratio
+    return Point(branch=branch, drop_ratios=drop_ratios)
 
 
 def strategy_of(group: EmulatedGroup) -> MakeStrategy:
@@ -101,10 +102,14 @@ def strategy_of(group: EmulatedGroup) -> MakeStrategy:
         ("ntp", "same", 0.4, 2),
         ("tp", "previous", 0.6, 3),
         ("tp", "same", 0.5, 3),
+        ("ntp", "same", ((0.0,), (0.7, 0.2), (0.0,), (0.5,)), 3),
+        ("ntp", "previous", ((0.9,), (0.1, 0.6), (0.0, 0.8), (0.0,)), 3),
+        ("tp", "same", ((0.0,), (0.0,), (0.3, 0.7), (0.0,)), 3),
     ],
+    ids=str,
 )
 def test_one_process_computes_what_ranks_compute(
-    gang: StrategyRanks, strategy: str, layer: str, ratio: float, levels: int
+    gang: StrategyRanks, strategy: str, layer: str, ratio: float | Ratios, levels: int
 ) -> None:
     spec = gang.network.spec
     group = point(strategy, layer, ratio, levels).group(spec, TOKENS)
@@ -230,7 +235,10 @@ class ScriptedPrompt:
 
     def logits(self, group: EmulatedGroup) -> float:
         groups = group.plan.layer_groups
-        return groups[0].drop_ratios[0][0] if groups else 0.0
+        return max((max(of_layers.drop_ratios[0]) for of_layers in groups), default=0.0)
+
+    def spreads(self, group: EmulatedGroup) -> torch.Tensor:
+        return torch.ones(LAYERS, KV_HEADS)
 
     def score(self, exact: float, sparse: float) -> Score:
         lost = round(100 * min(1.0, self.share * sparse))
@@ -242,6 +250,7 @@ BRANCHES = Enumeration(
     group_shapes=("2",),
     scoring=(("ntp", ImportanceScoring("same", 8)),),
     drop_ratios=(0.1, 0.5, 0.9, 0.95),
+    layered_shapes=(),
 )
 
 

@@ -95,7 +95,7 @@ def test_an_instance_answers_each_message_with_the_last_of_its_ranks(
 def notifications(gang: GangClient, events: list[AnyEvent]) -> RankNotifications:
     gangs = AttachedGangs()
     assert gangs.add(gang) == GANG
-    requests = LiveRequests(NullObserver(), events.append, lambda handle: None, KeyLimiter())
+    requests = LiveRequests(NullObserver(), events.append, KeyLimiter())
     no_steps = cast(RunningSteps, None)
     return RankNotifications(
         gangs,

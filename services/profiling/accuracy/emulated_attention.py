@@ -144,8 +144,7 @@ class EmulatedGroup:
 
     spec: ModelSpec
     plan: CsaPlan
-    """Plan with disjoint levels, one ratio for all KV heads, and a window of queries that
-    scores."""
+    """Plan with disjoint levels and a window of queries that scores."""
     tokens: int
     """Tokens of the prompt."""
     tensor_parallel: bool = False
@@ -210,6 +209,15 @@ class EmulatedGroup:
         )
         return importance(q_whd, k_tud, lse_hw, q_positions=queries, k_positions=keys, scale=scale)
 
+    def score_spreads(self, q_nhd: Tensor, k_ngd: Tensor) -> Tensor:
+        """Return the standard deviation of the scores of the prompt's tokens, (g,).
+
+        A score is the mean probability that the last queries give to the key.
+        """
+        importance_gt = self.prompt_importance(q_nhd, k_ngd)
+        sharing = self.spec.heads // self.spec.kv_heads
+        return (importance_gt / sharing).std(dim=1, correction=0)
+
     def attend_near(self, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor) -> tuple[Tensor, Tensor]:
         """Compute level 1 of the prompt's rows; rows behind the prompt see everything before
         them."""
@@ -240,30 +248,36 @@ class EmulatedGroup:
             (n,) bool, True for changed rows.
         """
         changed_n = torch.zeros(len(q_nhd), dtype=torch.bool)
+        query_heads = q_nhd.shape[1] // len(self.unit_heads)
         for level, seeing, seen in self._rectangles:
-            keys_uk = torch.cat(
-                [self._selected(layer, level, part, importance_ut) for part in seen], 1
-            )
-            queries_uk = torch.cat(
-                [
-                    self._selected(layer, level, part, importance_ut)
+            for units in self._alike(layer):
+                heads = slice(units.start * query_heads, units.stop * query_heads)
+                keys_uk = self._selected_of(layer, level, seen, importance_ut, units)
+                queries_uk = (
+                    self._selected_of(layer, level, seeing, importance_ut, units)
                     if self.plan.drop_queries
-                    else self._all_rows(part)
-                    for part in seeing
-                ],
-                1,
-            )
-            seen_far = attention(
-                gather_kept(q_nhd, queries_uk),
-                gather_kept(k_nud, keys_uk),
-                gather_kept(v_nud, keys_uk),
-                q_positions=None,
-                k_positions=None,
-                scale=self.spec.scale,
-            )
-            merge_into(out_nhd, lse_hn, *seen_far, queries_uk)
-            changed_n[queries_uk.flatten()] = True
+                    else torch.cat([self._all_rows(part, units) for part in seeing], 1)
+                )
+                seen_far = attention(
+                    gather_kept(q_nhd[:, heads], queries_uk),
+                    gather_kept(k_nud[:, units], keys_uk),
+                    gather_kept(v_nud[:, units], keys_uk),
+                    q_positions=None,
+                    k_positions=None,
+                    scale=self.spec.scale,
+                )
+                merge_into(out_nhd[:, heads], lse_hn[heads], *seen_far, queries_uk)
+                changed_n[queries_uk.flatten()] = True
         return changed_n
+
+    def _alike(self, layer: int) -> Iterator[slice]:
+        """Yield runs of units that drop alike, and so keep as many tokens."""
+        ratios = self._schedule.head_ratios(layer)
+        for _, run in groupby(
+            range(len(self.unit_heads)), key=lambda unit: ratios[self.unit_heads[unit]]
+        ):
+            units = list(run)
+            yield slice(units[0], units[-1] + 1)
 
     @cached_property
     def _schedule(self) -> DropSchedule:
@@ -293,19 +307,40 @@ class EmulatedGroup:
                     seeing = [self.parts[sight.part] for sight in alike]
                     yield level, seeing, [self.parts[index] for index in keys]
 
-    def _selected(self, layer: int, level: int, part: LevelPart, importance_ut: Tensor) -> Tensor:
-        """Return the rows of the prompt that a part selects at a level, (u, k)."""
-        ratios = self._schedule.head_ratios(layer)[0]
+    def _selected_of(
+        self,
+        layer: int,
+        level: int,
+        parts: Sequence[LevelPart],
+        importance_ut: Tensor,
+        units: slice,
+    ) -> Tensor:
+        """Return the rows of the prompt that some parts select at a level, (u, k)."""
+        return torch.cat(
+            [self._selected(layer, level, part, importance_ut, units) for part in parts], 1
+        )
+
+    def _selected(
+        self, layer: int, level: int, part: LevelPart, importance_ut: Tensor, units: slice
+    ) -> Tensor:
+        """Return the rows of the prompt that a part selects at a level, (u, k).
+
+        Args:
+            units: units that drop alike.
+        """
+        ratios = self._schedule.head_ratios(layer)[self.unit_heads[units.start]]
         count = kept_counts(self.plan, [self._chunk], part, ratios)[level - 1]
         if count == part.length:
-            return self._all_rows(part)
+            return self._all_rows(part, units)
         always_t = torch.zeros(part.length, dtype=torch.bool)
         for run in always_kept(self.plan, self._chunk, part):
             always_t[run.start : run.stop] = True
-        return part.start + select(importance_ut[:, part.rows], count, always_t=always_t)
+        scores_ut = importance_ut[units, part.rows]
+        return part.start + select(scores_ut, count, always_t=always_t)
 
-    def _all_rows(self, part: LevelPart) -> Tensor:
-        return torch.arange(part.rows.start, part.rows.stop).expand(len(self.unit_heads), -1)
+    def _all_rows(self, part: LevelPart, units: slice) -> Tensor:
+        rows_t = torch.arange(part.rows.start, part.rows.stop)
+        return rows_t.expand(units.stop - units.start, -1)
 
     def _attend_causally(
         self,
@@ -351,6 +386,21 @@ class EmulatedPrompt:
         for index, layer in enumerate(layers[1:-1], start=1):
             x_nd, scored_by = self._layer(index, layer, x_nd, scored_by, group)
         return self._network.logits(self._last_layer(layers[-1], x_nd))
+
+    def spreads(self, group: EmulatedGroup) -> Tensor:
+        """Return the standard deviation of attention scores by layer and KV head, (l, g).
+
+        Args:
+            group: group that attends exactly; its window scores.
+        """
+        layers = self._network.layers
+        x_nd, scored_by = self._first.x_nd, (self._first.q_nhd, self._first.k_ngd)
+        found = [group.score_spreads(*scored_by)]
+        for index, layer in enumerate(layers[1:-1], start=1):
+            x_nd, scored_by = self._layer(index, layer, x_nd, scored_by, group)
+            found.append(group.score_spreads(*scored_by))
+        q_nhd, k_ngd, _ = layers[-1].qkv(x_nd, self._rotary)
+        return torch.stack([*found, group.score_spreads(q_nhd, k_ngd)])
 
     def _layer(
         self,

@@ -1,5 +1,8 @@
-"""Run `csps profile accuracy`: measure the right answers that each configuration loses (CSPS App.
-B).
+"""Run `csps profile accuracy`: measure what each configuration loses of the right answers, and how
+attention differs between layers (CSPS App. B).
+
+First it measures the spread of attention scores, then what configurations lose whose layers drop
+alike, or one at a time, and then in the proportions that follow from both.
 
 All configurations get the same questions, one prompt after another, because their common work on a
 prompt is computed once. A round of a kind's questions is a row of the scaling information base for
@@ -18,17 +21,24 @@ from typing import Literal
 
 import torch
 
-from csps.configurator.model.scaling_information_base import AccuracyRow, ScalingInformationBase
+from csps.configurator.model.scaling_information_base import (
+    AccuracyRow,
+    ScalingInformationBase,
+    SpreadRow,
+)
 from csps.configurator.regressors.samples import (
     PLAIN_TEXT,
     AccuracySample,
     accuracy_samples,
     loss_interval,
+    measured_groups,
+    only_layer,
     places_of,
+    row_ratios,
 )
-from csps.configurator.search.space import ImportanceScoring, Space
+from csps.configurator.search.space import ImportanceScoring, LayerGroups, Space
 from csps.models.network.spec import ModelSpec
-from csps.protocols.attention.csa import CsaPlan, CsaSettings
+from csps.protocols.attention.csa import CsaPlan, CsaSettings, Ratios, ratios_text
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.emulated_attention import EmulatedGroup
 from csps.services.profiling.accuracy.questions import (
@@ -56,7 +66,8 @@ class Point:
     """One configuration."""
 
     branch: Branch
-    drop_ratio: float
+    drop_ratios: Ratios
+    """Ratios of level 2 by layer, and by KV head where they differ, as `shortened` returns them."""
 
     @property
     def settings(self) -> CsaSettings:
@@ -64,7 +75,7 @@ class Point:
         branch = self.branch
         return CsaSettings(
             levels=branch.levels,
-            drop_ratios=((self.drop_ratio,),),
+            drop_ratios=self.drop_ratios,
             strategy=branch.strategy,
             importance_layer="same" if branch.scoring.layer == "same" else "previous",
             importance_window=branch.scoring.window,
@@ -88,7 +99,35 @@ class Point:
             levels=row.levels,
             scoring=ImportanceScoring(row.importance_layer, row.importance_window),
         )
-        return cls(branch=branch, drop_ratio=row.drop_ratio)
+        return cls(branch=branch, drop_ratios=row_ratios(row))
+
+    @property
+    def largest(self) -> float:
+        """Largest ratio."""
+        return max(map(max, self.drop_ratios))
+
+    @property
+    def only_layer(self) -> bool:
+        """True if one layer alone drops, by a point of `Enumeration.points`."""
+        return sum(map(any, self.drop_ratios)) == 1 and not any(self.drop_ratios[-1])
+
+    def drops_less(self, other: Point) -> bool:
+        """Return True if no layer and head of the same branch drops more, and some drop less."""
+        mine, its = self.drop_ratios, other.drop_ratios
+        layers = max(len(mine), len(its))
+        pairs = [
+            pair
+            for layer in range(layers)
+            for pair in _by_head(mine[min(layer, len(mine) - 1)], its[min(layer, len(its) - 1)])
+        ]
+        return mine != its and all(one <= two for one, two in pairs)
+
+
+def _by_head(one: Sequence[float], other: Sequence[float]) -> Iterable[tuple[float, float]]:
+    heads = max(len(one), len(other))
+    return (
+        (one[min(head, len(one) - 1)], other[min(head, len(other) - 1)]) for head in range(heads)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,25 +147,74 @@ class Enumeration:
     drop_ratios: tuple[float, ...] = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
     """Drop ratios, ascending."""
 
+    layered_shapes: tuple[str, ...] = ("2", "4+4")
+    """Shapes of which layers are measured one at a time, and then in proportion."""
+    layered_scoring: tuple[ImportanceScoring, ...] = (
+        ImportanceScoring("same", 64),
+        ImportanceScoring("previous", 64),
+    )
+    """Scoring with SP-NTP by which they are measured."""
+    layer_ratios: tuple[float, ...] = (0.3, 0.7, 0.9, 0.98)
+    """Ratios of a layer that alone drops, ascending."""
+
     def points(self, tokens: int) -> Iterator[Point]:
-        """Yield the points of one length, those that drop least first."""
+        """Yield the points of one length whose layers drop alike, those that drop least first."""
         for ratio, branch in product(self.drop_ratios, self._branches(tokens)):
-            yield Point(branch=branch, drop_ratio=ratio)
+            yield Point(branch=branch, drop_ratios=((ratio,),))
+
+    def layer_points(self, tokens: int, spreads: LayerGroups) -> Iterator[Point]:
+        """Yield the points of one length at which one layer alone drops, those that drop least
+        first.
+
+        Args:
+            spreads: groups that follow from spreads alone, by which KV heads share a ratio.
+        """
+        dropping = range(1, spreads.layers - 1)
+        if len(dropping) < 2:
+            return
+        for ratio, layer, branch in product(
+            self.layer_ratios, dropping, self._layered_branches(tokens)
+        ):
+            yield Point(branch=branch, drop_ratios=spreads.one_layer(layer, ratio))
+
+    def graded_points(self, tokens: int, groups: LayerGroups) -> Iterator[Point]:
+        """Yield the points of one length whose ratios relate as layers and heads do, those that
+        drop least first."""
+        if groups.all_alike:
+            return
+        for ratio, branch in product(self.drop_ratios, self._layered_branches(tokens)):
+            yield Point(branch=branch, drop_ratios=groups.graded(ratio))
 
     def _branches(self, tokens: int) -> Sequence[Branch]:
         return [
-            Branch(
+            branch
+            for strategy, scoring in self.scoring
+            for shape in self.group_shapes
+            for branch in _of_shape(tokens, shape, strategy, scoring)
+        ]
+
+    def _layered_branches(self, tokens: int) -> Sequence[Branch]:
+        """Return branches with most levels."""
+        return [
+            list(_of_shape(tokens, shape, "ntp", scoring))[-1]
+            for scoring in self.layered_scoring
+            for shape in self.layered_shapes
+        ]
+
+
+def _of_shape(
+    tokens: int, shape: str, strategy: Literal["ntp", "tp"], scoring: ImportanceScoring
+) -> Iterator[Branch]:
+    """Yield the branches of a shape, those of fewest levels first."""
+    for levels in Space.level_counts(places_of(shape)):
+        if levels > 1:
+            yield Branch(
                 tokens=tokens,
                 group_shape=shape,
                 strategy=strategy,
                 levels=levels,
                 scoring=scoring,
             )
-            for strategy, scoring in self.scoring
-            for shape in self.group_shapes
-            for levels in Space.level_counts(places_of(shape))
-            if levels > 1
-        ]
 
 
 QUICK = Enumeration(
@@ -134,9 +222,15 @@ QUICK = Enumeration(
     group_shapes=("2", "2+2"),
     scoring=(("ntp", ImportanceScoring("same", 64)), ("ntp", ImportanceScoring("previous", 64))),
     drop_ratios=(0.3, 0.6, 0.9),
+    layered_shapes=("2+2",),
+    layered_scoring=(ImportanceScoring("same", 64),),
+    layer_ratios=(0.6, 0.98),
 )
 
 
+LAYER_ROUNDS = 2
+"""Rounds of a point at which one layer alone drops: what relates layers, not what proves a
+bound."""
 HOPELESS = 0.5
 """Loss beyond which a branch ends: a configuration that drops more loses no fewer answers."""
 
@@ -190,14 +284,52 @@ class AccuracyProfile:
         end = time.monotonic() + self.limit_s
         for row in self.base.rows(AccuracyRow):
             self._tallies[Point.of_row(row)][row.kind].add(row)
-        most = self.model.network.spec.max_positions
-        for tokens in (length for length in self.enumeration.lengths if length <= most):
+        spec = self.model.network.spec
+        for tokens in (each for each in self.enumeration.lengths if each <= spec.max_positions):
+            if time.monotonic() > end:
+                return
+            self._measure_spreads(tokens)
+            spreads = self.base.rows(SpreadRow)
             points = list(self.enumeration.points(tokens))
-            for round_index in range(max(kind.rounds for kind in QUESTION_KINDS)):
-                for kind in QUESTION_KINDS:
-                    if time.monotonic() > end:
-                        return
-                    self._round(kind, tokens, round_index, points)
+            if tokens == min(row.tokens for row in spreads):
+                by_spread = measured_groups(spreads, (), layers=spec.layers)
+                points += self.enumeration.layer_points(tokens, by_spread)
+            self._ask(tokens, points, end)
+            samples = accuracy_samples(self.base.rows(AccuracyRow), layers=spec.layers)
+            groups = measured_groups(spreads, samples, layers=spec.layers)
+            self._ask(tokens, list(self.enumeration.graded_points(tokens, groups)), end)
+
+    def _ask(self, tokens: int, points: Sequence[Point], end: float) -> None:
+        for round_index in range(max(kind.rounds for kind in QUESTION_KINDS)):
+            for kind in QUESTION_KINDS:
+                if time.monotonic() > end:
+                    return
+                self._round(kind, tokens, round_index, points)
+
+    def _measure_spreads(self, tokens: int) -> None:
+        """Measure the spreads of a length, unless they are in the base: of the first prompt of
+        each kind of questions."""
+        if any(row.tokens == tokens for row in self.base.rows(SpreadRow)):
+            return
+        begin, spec = time.monotonic(), self.model.network.spec
+        prompts = [next(iter(kind.asked(self.model, tokens, 0))) for kind in QUESTION_KINDS]
+        spreads_plg = torch.stack(
+            [asked.prompt.spreads(exact_group(spec, asked.tokens)) for asked in prompts]
+        )
+        for layer, of_layer in enumerate(spreads_plg.mean(dim=0).tolist()):
+            for kv_head, spread in enumerate(of_layer):
+                self.base.add(
+                    SpreadRow(
+                        tokens=tokens,
+                        layer=layer,
+                        kv_head=kv_head,
+                        window=exact_group(spec, tokens).plan.importance_window,
+                        prompts=len(prompts),
+                        spread=spread,
+                        date=_now(),
+                    )
+                )
+        self.say(f"{tokens:>6} tokens, attention scores ({time.monotonic() - begin:.0f} s)")
 
     def _round(
         self, kind: QuestionKind, tokens: int, round_index: int, points: Sequence[Point]
@@ -221,6 +353,8 @@ class AccuracyProfile:
 
     def _wants(self, point: Point, kind: QuestionKind, round_index: int) -> bool:
         rounds = self._tallies[point][kind.name].rounds
+        if point.only_layer and round_index >= LAYER_ROUNDS:
+            return False
         if round_index >= kind.rounds or rounds > round_index or self._hopeless(point):
             return False
         return not (rounds and (self._outdone(point, kind) or self._harmless(point, kind)))
@@ -228,14 +362,14 @@ class AccuracyProfile:
     def _hopeless(self, point: Point) -> bool:
         """Return True if a point of the branch that drops less has lost too much."""
         return any(
-            other.drop_ratio < point.drop_ratio and self._surely_lost(other) > HOPELESS
+            other.drops_less(point) and self._surely_lost(other) > HOPELESS
             for other in self._branch(point)
         )
 
     def _harmless(self, point: Point, kind: QuestionKind) -> bool:
         """Return True if a point of the branch that drops more has lost nothing; that one
         continues."""
-        beyond = (other for other in self._branch(point) if other.drop_ratio > point.drop_ratio)
+        beyond = (other for other in self._branch(point) if point.drops_less(other))
         return any(self._tallies[other][kind.name].lost_nothing for other in beyond)
 
     def _branch(self, point: Point) -> Iterator[Point]:
@@ -259,14 +393,21 @@ class AccuracyProfile:
 def answered(model: LocalModel, asked: AskedPrompt, points: Iterable[Point]) -> dict[Point, Score]:
     """Score a prompt by each configuration."""
     spec = model.network.spec
-    group = EmulatedGroup(
-        spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=asked.tokens
-    )
-    exact_sv = asked.prompt.logits(group)
+    exact_sv = asked.prompt.logits(exact_group(spec, asked.tokens))
     return {
         point: asked.score(exact_sv, asked.prompt.logits(point.group(spec, asked.tokens)))
         for point in points
     }
+
+
+def exact_group(spec: ModelSpec, tokens: int) -> EmulatedGroup:
+    """Return a group of one instance, which attends exactly."""
+    plan = CsaPlan(locations=("0-0-0",), levels=1)
+    return EmulatedGroup(spec=spec, plan=plan, tokens=tokens)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyRow:
@@ -277,7 +418,10 @@ def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyR
         tokens=branch.tokens,
         strategy=branch.strategy,
         levels=branch.levels,
-        drop_ratio=point.drop_ratio,
+        drop_ratio=point.largest,
+        drop_ratios=""
+        if point.drop_ratios == ((point.largest,),)
+        else ratios_text(point.drop_ratios),
         importance_layer=branch.scoring.layer,
         importance_window=branch.scoring.window,
         group_shape=branch.group_shape,
@@ -285,7 +429,7 @@ def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyR
         right_exact=sum(score.right_exact for score in all_scores),
         right=sum(score.right for score in all_scores),
         divergence=sum(score.questions * score.divergence for score in all_scores) / questions,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=_now(),
     )
 
 
@@ -300,9 +444,30 @@ def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]
         yield (
             f"{setting.tokens:>6}  {len(setting.locations):>5}  {setting.levels:>3}  "
             f"{csa.strategy:<8}  {csa.importance_layer:<9}  {csa.importance_window:>6}  "
-            f"{csa.drop_ratios[0][0]:>10.2f}  {sample.loss:.1%} [{low:.1%}, {high:.1%}] "
+            f"{_drops(sample):>10}  {sample.loss:.1%} [{low:.1%}, {high:.1%}] "
             f"of {sample.questions}"
         )
+
+
+def _drops(sample: AccuracySample) -> str:
+    """Return the ratio of a configuration, with the layer if that alone drops."""
+    ratios, layer = sample.setting.csa.drop_ratios, only_layer(sample.setting)
+    if len(ratios) == len(ratios[0]) == 1:
+        return f"{ratios[0][0]:.2f}"
+    if layer is not None and sample.setting.layers > 3:
+        return f"{max(map(max, ratios)):.2f} in layer {layer}"
+    return ratios_text(ratios)
+
+
+def spread_lines(rows: Sequence[SpreadRow]) -> Iterator[str]:
+    """Yield the spread of each layer's attention scores, by KV head, for each length."""
+    by_layer: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row.tokens, row.layer, row.kv_head)):
+        by_layer[row.tokens, row.layer].append(row.spread * row.tokens)
+    if by_layer:
+        yield "tokens  layer  standard deviation of attention scores over their mean, by KV head"
+    for (tokens, layer), spreads in by_layer.items():
+        yield f"{tokens:>6}  {layer:>5}  " + "  ".join(f"{spread:.2f}" for spread in spreads)
 
 
 def _order(sample: AccuracySample) -> tuple[object, ...]:

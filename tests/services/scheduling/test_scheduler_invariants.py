@@ -310,7 +310,10 @@ def with_bounds() -> CostTable:
         ({"kind": "accuracy"}, 0, "ulysses"),
         ({"kind": "accuracy", "max_ttft_ms": 3.0}, 0, "ulysses"),
         ({"kind": "accuracy", "max_ttft_ms": 3.0}, 1, DROPS),
-        ({"kind": "accuracy", "max_ttft_ms": 1.2}, 0, DROPS),
+        ({"kind": "accuracy", "max_ttft_ms": 2.8}, 0, "ulysses"),
+        ({"kind": "accuracy", "max_ttft_ms": 2.6}, 0, DROPS),  # exact would be in time by 16 %
+        ({"kind": "accuracy", "max_ttft_ms": 1.4}, 0, DROPS),
+        ({"kind": "accuracy", "max_ttft_ms": 1.2}, 0, DROPS_MORE),
         ({"kind": "accuracy", "max_ttft_ms": 3.0}, 2, DROPS_MORE),
         ({"kind": "accuracy", "max_ttft_ms": 3.0}, 100, DROPS_MORE),
         ({"kind": "accuracy", "max_ttft_ms": 0.1, "max_accuracy_loss": 0.02}, 0, DROPS),
@@ -340,6 +343,33 @@ def test_option_predicted_to_lose_nothing_is_chosen_by_time(
     options = {bucket: (of[0], of[1]._replace(loss_ppm=0)) for bucket, of in table.buckets.items()}
     table = replace(table, buckets=options)
     assert table.best(bounded(**bounds), TWO, 0, 1000).strategy == chosen
+
+
+@pytest.mark.parametrize(
+    ("error_permille", "chosen"), [(30, "ulysses"), (200, DROPS), (900, DROPS), (2000, DROPS_MORE)]
+)
+def test_bound_on_ttft_leaves_room_for_the_error_of_predictions(
+    error_permille: int, chosen: str
+) -> None:
+    """Exact attention takes 2.25 ms and wins where it fits with its error."""
+    table, cls = with_bounds(), bounded(kind="accuracy", max_ttft_ms=2.4)
+    assert replace(table, error_permille=error_permille).best(cls, TWO, 0, 1000).strategy == chosen
+
+
+def test_among_options_that_lose_nothing_a_bound_on_ttft_buys_as_little_dropping_as_it_needs() -> (
+    None
+):
+    table = with_bounds()
+    options = {
+        bucket: tuple(option._replace(loss_ppm=0) for option in of)
+        for bucket, of in table.buckets.items()
+    }
+    table = replace(table, buckets=options)
+    chosen = [
+        table.best(bounded(kind="accuracy", max_ttft_ms=most), TWO, 0, 1000).strategy
+        for most in (3.0, 1.4, 0.7)
+    ]
+    assert chosen == ["ulysses", DROPS, DROPS_MORE]
 
 
 def test_bound_on_ttft_leaves_room_for_time_outside_of_steps() -> None:
