@@ -195,6 +195,7 @@ class TimedCell:
             answer = reserve.message.answer or (
                 KvSlice(reserve.message.master, reserve.message.prompt_tokens, stop),
             )
+            cache.share(message.sequence_id, reserve.message.slices)
             cache.add(message.sequence_id, (*own(reserve.message.slices), *answer))
         self._events += cache.apply(gang, message)
 
@@ -246,6 +247,7 @@ class TimedCell:
             reserve = self._reserved[chunk.sequence_id]
             if chunk.retain:
                 self._prefix_caches[1].add(chunk.sequence_id, rows)
+                self._prefix_caches[1].share(chunk.sequence_id, chunk.history)
             self._events.append(ev.FirstToken(sequence_id=chunk.sequence_id))
             self._events += [
                 ev.KvReceived(

@@ -22,7 +22,7 @@ NO_PLAN = (
     "strategy 'ulysses' is exact and takes no sparse attention plan; strategies that take one "
     "are csa"
 )
-RATIOS = "3 drop ratios of one level; allowed are one for all KV heads, or 2, one per KV head"
+RATIOS = "3 drop_ratios of one level; allowed are one for all KV heads, or 2, one per KV head"
 
 CONTIGUOUS = (
     "needs contiguous rows, cut at the bounds of the step; strategies that take any rows are "

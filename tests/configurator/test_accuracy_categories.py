@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from csps.configurator.model.scaling_information_base import AccuracyRow
@@ -78,6 +80,28 @@ def test_one_bad_category_rules_a_configuration_out(bad: str) -> None:
 def test_a_configuration_that_is_good_in_each_category_is_supported() -> None:
     rows = [row(kind, 0.9, 0) for kind in CATEGORIES]
     assert allowed(rows, 0.9) == 0.0
+
+
+def test_the_worst_category_of_each_layer_and_head_counts() -> None:
+    """Layer 1 loses 2 % in tracing alone, and layer 2 nothing in any category."""
+    rows = [
+        replace(row(kind, 0.9, lost), drop_ratios=ratios)
+        for kind in CATEGORIES
+        for ratios, lost in (("0, 0.9, 0", 8 if kind == TRACING else 0), ("0, 0, 0.9, 0", 0))
+    ]
+    others = ("0, 0.9/0.3, 0", "0, 0, 0.9/0.3, 0", "0, 0, 0, 0.9/0.3, 0")
+    asked = [
+        sample.setting
+        for ratios in others
+        for sample in accuracy_samples(
+            [replace(row(NEEDLES, 0.9, 0), drop_ratios=ratios)], layers=LAYERS
+        )
+    ]
+    support = Support.of(accuracy_samples(rows, layers=LAYERS))
+    assert support.losses(asked).tolist() == [pytest.approx(0.02), 0.0, UNKNOWN]
+    alike = accuracy_samples([*rows, *(row(kind, 0.9, 0) for kind in CATEGORIES)], layers=LAYERS)
+    uniform = alike[-1].setting
+    assert Support.of(alike).losses([uniform]).tolist() == [pytest.approx(0.02)], "a subset lost it"
 
 
 def test_few_questions_of_one_category_are_no_evidence_for_it() -> None:

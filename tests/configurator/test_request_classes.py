@@ -33,6 +33,7 @@ VALUES: dict[str, list[Any]] = {
     "max_ttft_ms": [0.001, 1e9],
     "levels": [1, 2, 4],
     "drop_ratio": [0, 0.9, [0, [0.5, 0.9]]],
+    "coverage": [0.5, 1, [1, [0.5, 0.9]]],
     "micro_partitions": [1, [2, 1], 64],
     "strategy": ["ntp", "tp", "tp_flat", "ring_kv", "ring_q", "ring"],
     "nested": [False, True],

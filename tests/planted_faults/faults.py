@@ -790,18 +790,18 @@ REPORTS = (
     Fault(
         name="A finished answer counts the tokens of its last attempt only.",
         file="services/router/live_requests.py",
-        old="sequence_id=sequence.id, generated_tokens=sequence.next_index, hashes=hashes",
+        old="generated_tokens=sequence.next_index,\n                    hashes",
         new=(
-            "sequence_id=sequence.id, "
-            "generated_tokens=sequence.next_index - sequence.first_index, hashes=hashes"
+            "generated_tokens=sequence.next_index - sequence.first_index,\n"
+            "                    hashes"
         ),
         test=ALL_ATTEMPTS,
     ),
     Fault(
         name="A failed sequence counts the tokens of former attempts only.",
         file="services/router/live_requests.py",
-        old="generated_tokens=sequence.next_index,\n",
-        new="generated_tokens=sequence.first_index,\n",
+        old="generated_tokens=sequence.next_index,\n                error",
+        new="generated_tokens=sequence.first_index,\n                error",
         test=ALL_ATTEMPTS,
     ),
     Fault(
@@ -998,7 +998,7 @@ RANKS = (
     Fault(
         name="A sequence with several steps is freed after the first one.",
         file="actors/engine/kv_lifetime.py",
-        old="        if self._steps[sequence_id]:\n            return\n        del",
+        old="        if self._steps[sequence_id]:\n            return False\n        del",
         new="        del",
         test=f"{KV_LIFETIME}::test_an_earlier_chunk_may_be_sent_after_the_last",
     ),
@@ -1025,10 +1025,10 @@ RANKS = (
         test=f"{KV_POOL}::test_shared_slots_are_free_when_the_last_sequence_frees_them",
     ),
     Fault(
-        name="A sequence that drops its shared slots drops its own as well.",
+        name="A sequence that frees a span frees all of its slots.",
         file="actors/kv_cache/slot_allocator.py",
-        old="self._take(sequence_id, slot_map, SlotSet(slot_map.shared))",
-        new="self._take(sequence_id, slot_map, SlotSet(slot_map.runs))",
+        old="SlotSet(slot_map.runs if slot_map.kept else slot_map.locate(span))",
+        new="SlotSet(slot_map.runs)",
         test=f"{KV_POOL}::test_shared_slots_are_free_when_the_last_sequence_frees_them",
     ),
 )

@@ -25,6 +25,7 @@ from csps.configurator.plan.strategy_rules import StrategyRules
 from csps.configurator.regressors.accuracy import shipped_accuracy
 from csps.configurator.regressors.direct import Predicted
 from csps.configurator.search.search import SearchProblem
+from csps.configurator.search.space import LayerGroups
 from csps.models.checkpoints.checkpoint import weights_digest
 from csps.models.needle_prompts.haystack import ask, build_haystack, draw_facts
 from csps.protocols.attention.plan import (
@@ -81,7 +82,7 @@ def rules() -> StrategyRules:
     accuracy = shipped_accuracy(weights_digest(NEEDLE))
     assert accuracy is not None
     answerer = DirectAnswerer(
-        space=answered_space(SHAPE.layers),
+        space=answered_space(LayerGroups.alike(SHAPE.layers)),
         models={"ttft": Says(), "accuracy": Says()},  # type: ignore[dict-item]
     )
     predicted = PredictedOptions(answerer=answerer, accuracy=accuracy, group_of=group_of)

@@ -29,7 +29,7 @@ from csps.configurator.regressors.samples import (
     category_of,
 )
 from csps.configurator.regressors.support import Support
-from csps.configurator.search.space import ImportanceScoring
+from csps.configurator.search.space import ImportanceScoring, LayerGroups
 from csps.models.needle_prompts.tasks import CATEGORIES, write_prompt
 from csps.protocols.attention.csa import CsaPlan, Ratios
 from csps.services.evaluation.local_model import LocalModel
@@ -476,6 +476,30 @@ def test_of_long_prompts_only_what_bounds_choose_is_measured() -> None:
     assert chosen(*rows, bounds=(0.0,), shipped=support) == [0.5]
     assert chosen(bounds=(0.0,), shipped=support) == [0.1]
     assert chosen(bounds=(0.0,)) == []
+
+
+def test_bounds_choose_no_points_by_layer() -> None:
+    groups = LayerGroups.similar([0.9, 0.9, 0.3, 0.3], [[1.0, 0.5]] * 4)
+    layered = replace(BRANCHES, layered_shapes=("2",))
+    points = ChosenPoints(**vars(layered), measured=(), shipped=None, layers=4, bounds=(1.0,))
+    for each, some in ((points, False), (layered, True)):
+        found = [*each.layer_points(64, groups), *each.graded_points(64, groups)]
+        assert bool(found) == some
+
+
+@pytest.mark.parametrize(("groups", "layered"), [(["2"], ("2",)), (["2+2", "4"], ())])
+def test_only_the_groups_asked_for_are_measured_by_layer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: list[str], layered: tuple[str, ...]
+) -> None:
+    made: list[Enumeration] = []
+    monkeypatch.setattr(AccuracyProfile, "run", lambda self: made.append(self.enumeration))
+    arguments = {"model": "needle"}
+    application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"applications": [application]}))
+    paths = ["--config", str(config), "--sib", str(tmp_path / "sib")]
+    command.main(["accuracy", "--groups", *groups, *paths])
+    assert [(each.group_shapes, each.layered_shapes) for each in made] == [(tuple(groups), layered)]
 
 
 def test_an_interrupted_run_goes_on_where_it_was(
