@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from math import inf, log2, sqrt
 from statistics import fmean
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -148,6 +148,17 @@ class Setting:
         return self.levels == 1 or self.csa.lossless or self.layers < 3
 
 
+ENOUGH = 400
+"""Questions from which a measured loss counts as it is; with fewer, the upper end of its
+interval of 95 % counts."""
+ENOUGH_POSITIONS = 10_000
+"""The same of next tokens, which are compared with exact attention's."""
+LONG = 32_768
+"""Length beyond which fewer than `ENOUGH` questions, which take hours there, support no bound below
+`LEAST_OF_LONG`."""
+LEAST_OF_LONG = 0.05
+
+
 @dataclass(frozen=True, kw_only=True)
 class AccuracySample:
     """Answers to the same questions with sparse and with exact attention."""
@@ -156,6 +167,22 @@ class AccuracySample:
     questions: int
     right_exact: int
     right: int
+
+    needed: ClassVar[int] = ENOUGH
+    """Questions from which the loss counts as it is."""
+
+    @property
+    def enough(self) -> bool:
+        """True if so many questions were asked."""
+        return self.questions >= self.needed
+
+    @property
+    def upper(self) -> float:
+        """Loss that a bound has to allow."""
+        if self.enough:
+            return self.loss
+        least = LEAST_OF_LONG if self.setting.tokens > LONG else 0.0
+        return max(least, self.interval[1])
 
     @property
     def loss(self) -> float:
@@ -166,6 +193,12 @@ class AccuracySample:
     def interval(self) -> tuple[float, float]:
         """Interval of 95 % for the loss."""
         return loss_interval(self.questions, self.right_exact, self.right)
+
+
+class NextTokenSample(AccuracySample):
+    """Next tokens that are, and are not, those of exact attention."""
+
+    needed: ClassVar[int] = ENOUGH_POSITIONS
 
 
 def loss_interval(questions: int, right_exact: int, right: int) -> tuple[float, float]:
@@ -267,36 +300,135 @@ def fingerprint(samples: Sequence[AccuracySample]) -> str:
 
 PLAIN_TEXT = "plain text"
 """Kind that asks no questions, but which token comes next."""
+NEXT_TOKEN = "next token"
+"""The same of a category's prompts."""
+RETRIEVAL = "retrieval"
 RETRIEVES = 0.5
 """Share of a kind's questions that a model must answer rightly with exact attention. Otherwise
 it has no answers of that kind to lose."""
 
 
+def kind_name(category: str, task: str) -> str:
+    """Return the name of a kind of questions of a category."""
+    return f"{category}: {task}"
+
+
+def category_of(kind: str) -> str | None:
+    """Return the category of a kind of questions; None for plain text, which has none."""
+    if kind == PLAIN_TEXT:
+        return None
+    category, separator, _ = kind.partition(": ")
+    # Needle questions were measured before there were categories.
+    return category if separator else RETRIEVAL
+
+
 def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[AccuracySample]:
-    """Return one sample for each configuration that was measured.
+    """Return one sample for each configuration that was measured in each category.
+
+    A bound holds in each category, so the one that is known to lose most counts. A configuration
+    that was not measured in a category, in which others were, may lose anything there, and is left
+    out.
 
     Args:
         layers: number of layers of the model.
     """
+    measured = losses_by_category(rows, layers=layers)
+    asked = {category for categories in measured.values() for category in categories}
+    return [
+        # Of equal samples the one with most questions.
+        max((sample for sample in samples.values() if sample), key=_known_loss)
+        for samples in measured.values()
+        if all(samples.get(category) for category in asked)
+    ]
+
+
+def losses_by_category(
+    rows: Iterable[AccuracyRow], *, layers: int
+) -> dict[Setting, dict[str, AccuracySample | None]]:
+    """Return what each configuration loses in each category that it was asked.
+
+    A sample is None if the model answers no question of the category, and no next tokens stand in.
+    """
     by_setting: dict[Setting, dict[str, list[AccuracyRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_setting[_setting(row, layers)][row.kind].append(row)
-    # The kind of questions that loses most counts, because a bound holds for all of them; of equal
-    # kinds the one with most questions.
-    return [
-        max(_counting(setting, by_kind), key=lambda sample: (sample.loss, sample.questions))
-        for setting, by_kind in by_setting.items()
-    ]
+    branches: dict[Setting, dict[Setting, dict[str, AccuracySample | None]]] = defaultdict(dict)
+    for setting, by_kind in by_setting.items():
+        sums = {kind: _sum(setting, kind, of_kind) for kind, of_kind in by_kind.items()}
+        branches[_branch(setting)][setting] = _by_category(sums)
+    return {setting: _with_harder(setting, branches[_branch(setting)]) for setting in by_setting}
 
 
-def _counting(setting: Setting, by_kind: dict[str, list[AccuracyRow]]) -> list[AccuracySample]:
-    """Return the samples of the kinds that count; plain text counts if no other kind does."""
-    sums = {kind: _sum(setting, rows) for kind, rows in by_kind.items()}
-    text = sums.pop(PLAIN_TEXT, None)
-    answered = [
-        sample for sample in sums.values() if sample.right_exact >= RETRIEVES * sample.questions
+def _known_loss(sample: AccuracySample) -> tuple[float, float, int]:
+    """Return the order of samples from the one that loses least."""
+    return sample.upper, sample.loss, sample.questions
+
+
+def _by_category(by_kind: Mapping[str, AccuracySample]) -> dict[str, AccuracySample | None]:
+    """Return the kind of each category that loses most, of those that the model answers exactly.
+
+    For a category of which it answers none, its next tokens stand in, and else those of plain text.
+    """
+    found: dict[str, AccuracySample | None] = {}
+    for category in dict.fromkeys(map(category_of, by_kind)):
+        if category is None:
+            continue
+        stand_in = kind_name(category, NEXT_TOKEN)
+        counting = [
+            sample
+            for kind, sample in by_kind.items()
+            if category_of(kind) == category
+            and kind != stand_in
+            and sample.right_exact >= RETRIEVES * sample.questions
+        ]
+        if not counting:
+            counting = [by_kind[kind] for kind in (stand_in, PLAIN_TEXT) if kind in by_kind][:1]
+        # Of equal kinds the one with most questions.
+        found[category] = max(
+            counting, key=lambda sample: (sample.loss, sample.questions), default=None
+        )
+    return found
+
+
+def _branch(setting: Setting) -> Setting:
+    """Return the setting without its ratios."""
+    return replace(setting, csa=replace(setting.csa, drop_ratios=((0.0,),)))
+
+
+def _with_harder(
+    setting: Setting, branch: Mapping[Setting, Mapping[str, AccuracySample | None]]
+) -> dict[str, AccuracySample | None]:
+    """Return the samples of a setting by category.
+
+    Where neither it nor larger ratios lost anything, the most questions count: larger ratios keep
+    a subset. (The profile asks a kind further only at the largest such ratio.)
+    """
+    found = dict(branch[setting])
+    for other, by_category in branch.items():
+        if not _drops_more(other.csa.drop_ratios, setting.csa.drop_ratios):
+            continue
+        for category, sample in by_category.items():
+            own = found.get(category)
+            if own and sample and own.loss == sample.loss == 0 and own.questions < sample.questions:
+                found[category] = replace(sample, setting=setting)
+    return found
+
+
+def _drops_more(ratios: Ratios, than: Ratios) -> bool:
+    """Return True if no layer and head drops less, and one drops more.
+
+    The last layer given counts for all behind it, and the last head for all others.
+    """
+    layers, heads = max(len(ratios), len(than)), max(map(len, (*ratios, *than)))
+    pairs = [
+        [of_layer[min(head, len(of_layer) - 1)] for of_layer in both]
+        for both in (
+            [by_layer[min(layer, len(by_layer) - 1)] for by_layer in (ratios, than)]
+            for layer in range(layers)
+        )
+        for head in range(heads)
     ]
-    return answered or ([text] if text else list(sums.values()))
+    return any(more > less for more, less in pairs) and all(more >= less for more, less in pairs)
 
 
 def places_of(group_shape: str) -> tuple[str, ...]:
@@ -328,8 +460,9 @@ def _setting(row: AccuracyRow, layers: int) -> Setting:
     )
 
 
-def _sum(setting: Setting, rows: list[AccuracyRow]) -> AccuracySample:
-    return AccuracySample(
+def _sum(setting: Setting, kind: str, rows: list[AccuracyRow]) -> AccuracySample:
+    next_token = kind in (PLAIN_TEXT, kind_name(category_of(kind) or "", NEXT_TOKEN))
+    return (NextTokenSample if next_token else AccuracySample)(
         setting=setting,
         questions=sum(row.questions for row in rows),
         right_exact=sum(row.right_exact for row in rows),

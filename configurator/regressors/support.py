@@ -31,9 +31,6 @@ from csps.configurator.regressors.samples import FEATURES, AccuracySample, Setti
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.core.errors import ConfigError
 
-ENOUGH = 400
-"""Questions from which a measured loss counts as it is; with fewer, the upper end of its
-interval of 95 % counts."""
 UNKNOWN = 1.0
 """Loss of configurations without support."""
 HARDER = ("log2 tokens", "eligible pairs")
@@ -62,20 +59,16 @@ class Support:
     """Quantities of cells, (l, h, q); l or h is 1 if all layers or heads drop alike."""
     losses_m: Amounts
     enough_m: NDArray[np.bool_]
-    """True if enough was asked; otherwise the loss is the upper end of its interval."""
+    """True if enough was asked; otherwise the loss is `AccuracySample.upper`."""
 
     @classmethod
     def of(cls, samples: Sequence[AccuracySample]) -> Support:
         """Return the support of measurements."""
-        enough = [sample.questions >= ENOUGH for sample in samples]
-        losses = [
-            sample.loss if sample.questions >= ENOUGH else sample.interval[1] for sample in samples
-        ]
         return cls(
             feature_matrix([sample.setting for sample in samples]),
             tuple(_cells(sample.setting) for sample in samples),
-            np.array(losses, float),
-            np.array(enough, bool),
+            np.array([sample.upper for sample in samples], float),
+            np.array([sample.enough for sample in samples], bool),
         )
 
     def losses(self, settings: Sequence[Setting]) -> Amounts:

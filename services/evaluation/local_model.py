@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from csps.services.evaluation.cases import MAX_ANSWER_TOKENS
 
 Span = tuple[int, int]
 """Characters ``start:end`` of a text, or tokens of it."""
+SPACES = "\u0120\u010a\u0109\u2581"
+"""Characters by which vocabularies write a space, a new line and a tab, and SentencePiece's
+space."""
 Partial = tuple[Tensor, Tensor]
 """Attention to some of the keys, and its log-sum-exp."""
 
@@ -78,6 +82,14 @@ class LocalModel:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         network = load_network(folder, overrides=overrides, dtype=dtype)
         return cls(network, tokenizer, frozenset(read_eos_token_ids(folder)))
+
+    @cached_property
+    def word_starts(self) -> frozenset[int]:
+        """Tokens that continue no word: they begin with a space or a mark."""
+        entries = self.tokenizer.get_vocab(with_added_tokens=True).items()
+        return frozenset(
+            id_ for entry, id_ in entries if entry[:1] in SPACES or not entry[:1].isalnum()
+        )
 
     @torch.inference_mode()
     def read(self, text: str) -> Context:

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import math
 import os
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -28,6 +29,7 @@ from csps.configurator.model.scaling_information_base import (
     SpreadRow,
     StepRow,
 )
+from csps.configurator.regressors.accuracy import shipped_accuracy
 from csps.models.network.spec import read_spec
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch import ray_head
@@ -46,6 +48,7 @@ from csps.services.measured.fits import (
 from csps.services.measured.identity import identity_of
 from csps.services.measured.measured_groups import BETWEEN, INSIDE, kind_of
 from csps.services.measured.scheduler_inputs import LATENCY
+from csps.services.profiling.accuracy.chosen_points import ChosenPoints
 from csps.services.profiling.accuracy.profile import QUICK as QUICK_POINTS
 from csps.services.profiling.accuracy.profile import (
     AccuracyProfile,
@@ -53,6 +56,7 @@ from csps.services.profiling.accuracy.profile import (
     accuracy_lines,
     spread_lines,
 )
+from csps.services.profiling.accuracy.questions import QUESTIONS, ROUND
 from csps.services.profiling.links import (
     LOOPBACK,
     QUICK_SIZES,
@@ -167,7 +171,8 @@ def main(argv: Sequence[str]) -> None:
     if arguments.what != "accuracy" and not (arguments.what == "links" and CLUSTER in os.environ):
         warn_of_a_server(ray_head.RUN_DIR)
     path = arguments.sib or Path(settings.scaling_information_base)
-    with ScalingInformationBase.create(path, identity_of(settings)) as base:
+    identity = identity_of(settings)
+    with ScalingInformationBase.create(path, identity) as base:
         try:
             if arguments.what == "steps":
                 asyncio.run(StepProfile(base, settings, _effort(arguments), _say).run())
@@ -178,7 +183,7 @@ def main(argv: Sequence[str]) -> None:
                 asyncio.run(measure_phases(base, settings, quick=arguments.quick))
                 asyncio.run(measure_overheads(base, settings, _say, quick=arguments.quick))
             elif arguments.what == "accuracy":
-                _accuracy(base, settings, arguments)
+                _accuracy(base, settings, arguments, identity.weights)
             else:
                 asyncio.run(_links(base, config, quick=arguments.quick))
         finally:
@@ -243,17 +248,35 @@ async def _link_ends(config: DeployConfig) -> tuple[list[str], list[str], list[L
 
 
 def _accuracy(
-    base: ScalingInformationBase, settings: Settings, arguments: argparse.Namespace
+    base: ScalingInformationBase,
+    settings: Settings,
+    arguments: argparse.Namespace,
+    weights: str,
 ) -> None:
     points = QUICK_POINTS if arguments.quick else Enumeration()
     if arguments.lengths:
         points = replace(points, lengths=tuple(sorted(arguments.lengths)))
+    if arguments.groups:
+        layered = [shape for shape in points.layered_shapes if shape in arguments.groups]
+        points = replace(
+            points, group_shapes=tuple(arguments.groups), layered_shapes=tuple(layered)
+        )
+    if arguments.bounds:
+        shipped = shipped_accuracy(weights)
+        points = ChosenPoints(
+            **vars(points),
+            measured=base.rows(AccuracyRow),
+            shipped=shipped.support if shipped else None,
+            layers=read_spec(settings.model_dir, settings.model_overrides).layers,
+            bounds=tuple(arguments.bounds),
+        )
     _say(f"the model in this process; measurements are stored in {base.path}")
     limit_s = math.inf if arguments.limit is None else arguments.limit
     model = LocalModel.load(
         settings.model_dir, getattr(torch, settings.dtype), settings.model_overrides
     )
-    AccuracyProfile(base, model, points, _say, limit_s=limit_s).run()
+    rounds = -(-arguments.questions // ROUND)
+    AccuracyProfile(base, model, points, _say, limit_s=limit_s, rounds=rounds).run()
 
 
 def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | None:
@@ -322,8 +345,40 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", type=int, nargs="+", metavar="TOKENS", help="lengths of prompts; with accuracy"
     )
+    parser.add_argument(
+        "--groups",
+        type=_group_shape,
+        nargs="+",
+        metavar="N[+N...]",
+        help="instances by server, such as 2 or 2+2; with accuracy",
+    )
+    parser.add_argument(
+        "--bounds",
+        type=_bound,
+        nargs="+",
+        metavar="LOSS",
+        help="measure only what these bounds choose by what shorter prompts lost; with accuracy",
+    )
+    parser.add_argument(
+        "--questions",
+        type=int,
+        default=QUESTIONS,
+        help="questions of each kind at most; with accuracy (default: %(default)s)",
+    )
     parser.add_argument("--again", action="store_true", help="repeat measurements that are stored")
     return parser.parse_args(argv)
+
+
+def _group_shape(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected instances by server, such as 2+2")
+    return text
+
+
+def _bound(text: str) -> float:
+    if not 0.0 <= (bound := float(text)) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a share of answers, from 0 to 1")
+    return bound
 
 
 def _say(line: str) -> None:

@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.configurator.regressors.accuracy import train_accuracy
-from csps.configurator.regressors.samples import AccuracySample, Setting, eligible_pairs, places_of
-from csps.configurator.regressors.support import ENOUGH, UNKNOWN, Support
+from csps.configurator.regressors.samples import (
+    ENOUGH,
+    AccuracySample,
+    Setting,
+    eligible_pairs,
+    places_of,
+)
+from csps.configurator.regressors.support import UNKNOWN, Support
 from csps.protocols.attention.csa import CsaSettings, Ratios, halving, kept_tokens, shortened
 from csps.protocols.core.errors import ConfigError
 

@@ -84,7 +84,7 @@ def test_an_elastic_gang_answers_and_outlives_its_ranks(model: Path, tmp_path: P
         ]
         undisturbed = asyncio.run(texts(server, wanted))
         assert asyncio.run(texts(server, wanted, "ElasticGang")) == undisturbed
-        assert server.gauge("gangs_lost_total") == 1
+        server.wait_gauge("gangs_lost_total", 1)
         assert server.gauge("request_retries_total") > 0
         assert server.gauge("request_failures_total") == 0
         server.wait_ready()

@@ -37,10 +37,9 @@ from csps.services.profiling.accuracy.profile import (
     AccuracyProfile,
     Enumeration,
     accuracy_lines,
-    exact_group,
     spread_lines,
 )
-from csps.services.profiling.accuracy.questions import AskedText
+from csps.services.profiling.accuracy.questions import AskedText, exact_group
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 16
 TOKENS, WINDOW = 512, 64

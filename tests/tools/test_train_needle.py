@@ -24,8 +24,8 @@ from csps.tools.train_needle.loss import (
     layer_states,
     overlooked,
 )
-from csps.tools.train_needle.model import build_model, build_tokenizer
-from csps.tools.train_needle.stages import ALL_FILLERS, STAGES, Stage
+from csps.tools.train_needle.model import DEEP, NEEDLE, Architecture, build_model, build_tokenizer
+from csps.tools.train_needle.stages import ALL_FILLERS, RECIPES, STAGES, Recipe, Stage
 from csps.tools.train_needle.texts import TrainingTexts
 from csps.tools.train_needle.trainer import Trainer
 
@@ -181,7 +181,7 @@ def test_a_key_that_no_head_attends_to_has_a_gradient() -> None:
 
 def test_a_second_look_up_begins_as_a_copy_of_the_first(tmp_path: Path) -> None:
     still = replace(EVERYTHING, steps=1, second_look_up=True, learning_rate=(0.0, 0.0))
-    trainer = Trainer(tmp_path, 3, TEXTS, (replace(TINY, steps=1), still))
+    trainer = Trainer(tmp_path, 3, TEXTS, Recipe(stages=(replace(TINY, steps=1), still)))
     trainer.train()
     first, second = trainer.model.model.layers[1:3]
     for name, parameter in first.self_attn.named_parameters():
@@ -247,19 +247,41 @@ def test_any_text_survives_the_tokenizer() -> None:
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
 
 
-def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", [NEEDLE, DEEP], ids=["needle", "deep"])
+def test_an_interrupted_run_ends_with_the_same_weights(
+    tmp_path: Path, architecture: Architecture
+) -> None:
     stages = (
         replace(TINY, steps=2),
         replace(
             EVERYTHING, steps=2, recalled=True, second_look_up=True, look_back=True, rivals=4.0
         ),
     )
-    whole = Trainer(tmp_path / "whole", 3, TEXTS, stages)
+    recipe = Recipe(architecture=architecture, stages=stages)
+    whole = Trainer(tmp_path / "whole", 3, TEXTS, recipe)
     whole.train()
-    half = Trainer(tmp_path / "half", 3, TEXTS, stages)
+    half = Trainer(tmp_path / "half", 3, TEXTS, recipe)
     half.train(until=3)
-    resumed = Trainer(tmp_path / "half", 3, TEXTS, stages)
+    resumed = Trainer(tmp_path / "half", 3, TEXTS, recipe)
     assert resumed.step == 3
     resumed.train()
     for first, second in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(first, second)
+    with pytest.raises(ValueError, match="another recipe"):
+        Trainer(tmp_path / "half", 3, TEXTS, replace(recipe, stages=stages[:1]))
+
+
+def test_the_second_model_is_built_as_its_recipe_says() -> None:
+    """Eight layers with a KV head to each query head; the second, fourth, sixth and last answer."""
+    recipe = RECIPES["deep"]
+    model = build_model(build_tokenizer(), recipe.architecture)
+    config = model.config
+    shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+    assert shape == (8, 4, 4)
+    with torch.no_grad():
+        batch = draw(TINY)
+        answering = layer_states(model, batch, recipe.architecture.answers_every)
+        every = layer_states(model, batch)
+    assert len(every) == 7
+    for state, expected in zip(answering, (every[0], every[2], every[4], every[6]), strict=True):
+        assert torch.equal(state, expected)

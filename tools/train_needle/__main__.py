@@ -28,6 +28,8 @@ Seven ideas make this work on one CPU core within an hour:
    many facts, so those that a question does not ask for count several times.
 
 Run ``python -m csps.tools.train_needle --out DIR``; the same command resumes an interrupted run.
+``--recipe deep`` trains a second model of eight layers by the first seven stages, which answers
+questions behind the text.
 
 Batches depend on seed, stage and step alone, and on the texts of the packages, whose digest is
 printed first. A resumed run sees the same batches as an uninterrupted one.
@@ -41,6 +43,7 @@ from pathlib import Path
 
 import torch
 
+from csps.tools.train_needle.stages import RECIPES
 from csps.tools.train_needle.texts import installed_texts
 from csps.tools.train_needle.trainer import Trainer, plot_log
 
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     texts = installed_texts()
     print(f"texts={texts.digest}", flush=True)
-    trainer = Trainer(arguments.out, arguments.seed, texts)
+    trainer = Trainer(arguments.out, arguments.seed, texts, RECIPES[arguments.recipe])
     trainer.train()
     if arguments.plot:
         plot_log(trainer.rows, arguments.plot)
@@ -60,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m csps.tools.train_needle")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="needle",
+        help="deep: eight layers, questions behind the text only (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve here when done")

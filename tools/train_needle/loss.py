@@ -100,9 +100,11 @@ SIDE_LOSS_WEIGHT = 0.3
 """Weight of each earlier layer's answers, and of filler, relative to the last layer's answers."""
 
 
-def layer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> list[Tensor]:
-    """Return the states from which each layer but the first predicts, (N, hidden) each, in
-    order."""
+def layer_states(model: LlamaForCausalLM, batch: TrainingBatch, every: int = 1) -> list[Tensor]:
+    """Return the states from which layers predict, (N, hidden) each, in order.
+
+    They are those of the second layer, of each `every`-th behind it, and of the last.
+    """
     output = model.model(
         input_ids=batch.ids,
         position_ids=batch.positions,
@@ -110,14 +112,20 @@ def layer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> list[Tensor]:
         use_cache=False,
         output_hidden_states=True,
     )
-    states = [state[batch.rows, batch.columns] for state in output.hidden_states[2:]]
+    *earlier, last = (state[batch.rows, batch.columns] for state in output.hidden_states[2:])
     # transformers returns the last state normalized, the others not.
-    return [*(model.model.norm(state) for state in states[:-1]), states[-1]]
+    return [*(model.model.norm(state) for state in earlier[::every]), last]
 
 
-def loss_and_accuracy(model: LlamaForCausalLM, batch: TrainingBatch) -> tuple[Tensor, float]:
-    """Return the loss, and the fraction of right words in answers."""
-    states = layer_states(model, batch)
+def loss_and_accuracy(
+    model: LlamaForCausalLM, batch: TrainingBatch, every: int = 1
+) -> tuple[Tensor, float]:
+    """Return the loss, and the fraction of right words in answers.
+
+    Args:
+        every: layers from one that answers to the next (`layer_states`).
+    """
+    states = layer_states(model, batch, every)
     end = batch.answers
     head = model.lm_head.weight
     loss = torch.zeros(())

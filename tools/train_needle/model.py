@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import string
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
@@ -28,16 +29,39 @@ ROPE_THETA = 1e12
 content over any distance, the fast ones find neighbors."""
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes of the network."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 32
+    hidden: int = 128
+    intermediate: int = 256
+    answers_every: int = 1
+    """Of the layers behind the first, each so-manieth answers in training, and so does the last."""
+
+
+NEEDLE = Architecture(layers=4, heads=4, kv_heads=2)
+"""The included model."""
+DEEP = Architecture(layers=8, heads=4, kv_heads=4, answers_every=2)
+"""A second model, so that nothing is tied to the included one: six of its layers may drop tokens
+(two of the included model's), and each query head has a KV head of its own."""
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, architecture: Architecture = NEEDLE
+) -> LlamaForCausalLM:
     """Build a network with fresh weights, from torch's random numbers."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        hidden_size=architecture.hidden,
+        intermediate_size=architecture.intermediate,
+        num_hidden_layers=architecture.layers,
+        num_attention_heads=architecture.heads,
+        num_key_value_heads=architecture.kv_heads,
+        head_dim=architecture.head_dim,
         max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from csps.tools.train_needle.model import CONTEXT
+from csps.tools.train_needle.model import CONTEXT, DEEP, NEEDLE, Architecture
 
 ALL_FILLERS = {
     "sentences": 3.0,
@@ -241,6 +241,29 @@ STAGES = (
         learning_rate=(1e-3, 1e-5),
     ),
 )
+
+_BY_NAME = {stage.name: stage for stage in STAGES}
+SHORT_STAGES = (
+    *STAGES[:6],
+    replace(_BY_NAME["long"], learning_rate=(1.5e-3, 1e-5)),
+)
+"""The stages that learn questions behind the text, a third of the steps; questions before it stay
+unanswered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A network and how it is trained."""
+
+    architecture: Architecture = NEEDLE
+    stages: tuple[Stage, ...] = STAGES
+
+
+RECIPES = {
+    "needle": Recipe(),
+    "deep": Recipe(architecture=DEEP, stages=SHORT_STAGES),
+}
+"""Recipes by their name on the command line."""
 
 
 def schedule(stages: Sequence[Stage]) -> Iterator[tuple[int, Stage, int]]:

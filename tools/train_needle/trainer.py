@@ -18,7 +18,7 @@ from csps.tools.train_needle.batch_maker import BatchMaker
 # Importing the name also registers the attention with transformers.
 from csps.tools.train_needle.loss import ATTENTION_NAME, loss_and_accuracy, overlooked
 from csps.tools.train_needle.model import build_model, build_tokenizer, save_checkpoint
-from csps.tools.train_needle.stages import STAGES, Stage, schedule
+from csps.tools.train_needle.stages import RECIPES, Recipe, Stage, schedule
 from csps.tools.train_needle.texts import TrainingTexts
 
 Row = dict[str, Any]
@@ -82,13 +82,13 @@ class Trainer:
     """Owner of what a checkpoint saves: model, optimizer, step and log."""
 
     def __init__(
-        self, out: Path, seed: int, texts: TrainingTexts, stages: Sequence[Stage] = STAGES
+        self, out: Path, seed: int, texts: TrainingTexts, recipe: Recipe = RECIPES["needle"]
     ) -> None:
         self.out = out
-        self.stages = stages
+        self.recipe = recipe
         self.tokenizer = build_tokenizer()
         torch.manual_seed(seed)
-        self.model = build_model(self.tokenizer)
+        self.model = build_model(self.tokenizer, recipe.architecture)
         self.model.set_attn_implementation(ATTENTION_NAME)
         self.batches = BatchMaker(self.tokenizer, seed, texts)
         self.optimizer = torch.optim.AdamW(
@@ -106,6 +106,8 @@ class Trainer:
 
     def _resume(self) -> None:
         state = torch.load(self._state_file, weights_only=True)
+        if state.get("recipe") != repr(self.recipe):
+            raise ValueError(f"{self._state_file} is of another recipe; name another folder")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.rows = state["step"], json.loads(state["rows"])
@@ -113,6 +115,7 @@ class Trainer:
     def save(self) -> None:
         """Save the training state for resuming, and checkpoint and log for use."""
         state = {
+            "recipe": repr(self.recipe),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
@@ -125,12 +128,12 @@ class Trainer:
         write_log(self.rows, self.out / "log.csv")
 
     def train(
-        self, *, until: int | None = None, log_every: int = 50, save_every: int = 250
+        self, *, until: int | None = None, log_every: int = 50, save_every: int = 100
     ) -> None:
         """Continue from the current step to the run's end, or to a step of it."""
         self.model.train()
         window = Window()
-        for total, stage, step in itertools.islice(schedule(self.stages), self.step, until):
+        for total, stage, step in itertools.islice(schedule(self.recipe.stages), self.step, until):
             if step == 0 and stage.second_look_up:
                 self._copy_look_up()
             window.add(*self._update(stage, step))
@@ -164,7 +167,11 @@ class Trainer:
             group["lr"] = rate * min(1.0, (self.step + 1) / 50)
         # Half the time on a core that multiplies in bfloat16, and weights that tolerate it.
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss, accuracy = loss_and_accuracy(self.model, self.batches.draw(stage, step))
+            loss, accuracy = loss_and_accuracy(
+                self.model,
+                self.batches.draw(stage, step),
+                self.recipe.architecture.answers_every,
+            )
             if stage.look_back:
                 loss = loss + overlooked(self.model, self.batches.facts(stage, step))
         self.optimizer.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import product
@@ -29,8 +29,10 @@ from csps.configurator.model.scaling_information_base import (
 from csps.configurator.regressors.samples import (
     PLAIN_TEXT,
     AccuracySample,
+    NextTokenSample,
     accuracy_samples,
     loss_interval,
+    losses_by_category,
     measured_groups,
     only_layer,
     places_of,
@@ -38,14 +40,19 @@ from csps.configurator.regressors.samples import (
 )
 from csps.configurator.search.space import ImportanceScoring, LayerGroups, Space
 from csps.models.network.spec import ModelSpec
-from csps.protocols.attention.csa import CsaPlan, CsaSettings, Ratios, ratios_text
+from csps.protocols.attention.csa import CsaSettings, Ratios, ratios_text
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.emulated_attention import EmulatedGroup
 from csps.services.profiling.accuracy.questions import (
     QUESTION_KINDS,
+    QUESTIONS,
+    ROUND,
     AskedPrompt,
     QuestionKind,
     Score,
+    answered_kinds,
+    exact_group,
+    exact_logits,
 )
 
 
@@ -274,6 +281,8 @@ class AccuracyProfile:
     say: Callable[[str], None]
     limit_s: float = float("inf")
     """Time after which no round starts."""
+    rounds: int = QUESTIONS // ROUND
+    """Rounds of each kind at most."""
     _tallies: defaultdict[Point, defaultdict[str, AnswerTally]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(AnswerTally))
     )
@@ -291,17 +300,21 @@ class AccuracyProfile:
             self._measure_spreads(tokens)
             spreads = self.base.rows(SpreadRow)
             points = list(self.enumeration.points(tokens))
+            kinds = answered_kinds(QUESTION_KINDS, self.model, tokens, self._exactly(tokens))
             if tokens == min(row.tokens for row in spreads):
                 by_spread = measured_groups(spreads, (), layers=spec.layers)
                 points += self.enumeration.layer_points(tokens, by_spread)
-            self._ask(tokens, points, end)
+            self._ask(kinds, tokens, points, end)
             samples = accuracy_samples(self.base.rows(AccuracyRow), layers=spec.layers)
             groups = measured_groups(spreads, samples, layers=spec.layers)
-            self._ask(tokens, list(self.enumeration.graded_points(tokens, groups)), end)
+            graded = list(self.enumeration.graded_points(tokens, groups))
+            self._ask(kinds, tokens, graded, end)
 
-    def _ask(self, tokens: int, points: Sequence[Point], end: float) -> None:
-        for round_index in range(max(kind.rounds for kind in QUESTION_KINDS)):
-            for kind in QUESTION_KINDS:
+    def _ask(
+        self, kinds: Sequence[QuestionKind], tokens: int, points: Sequence[Point], end: float
+    ) -> None:
+        for round_index in range(min(self.rounds, max(kind.rounds for kind in kinds))):
+            for kind in kinds:
                 if time.monotonic() > end:
                     return
                 self._round(kind, tokens, round_index, points)
@@ -330,6 +343,16 @@ class AccuracyProfile:
                     )
                 )
         self.say(f"{tokens:>6} tokens, attention scores ({time.monotonic() - begin:.0f} s)")
+
+    def _exactly(self, tokens: int) -> dict[str, tuple[int, int]]:
+        """Return questions and right answers of exact attention at a length, by kind."""
+        sums: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for point, tallies in self._tallies.items():
+            if point.branch.tokens == tokens:
+                for kind, tally in tallies.items():
+                    questions, right = sums[kind]
+                    sums[kind] = questions + tally.questions, right + tally.right_exact
+        return {kind: tally for kind, tally in sums.items() if tally[0]}
 
     def _round(
         self, kind: QuestionKind, tokens: int, round_index: int, points: Sequence[Point]
@@ -392,18 +415,11 @@ class AccuracyProfile:
 
 def answered(model: LocalModel, asked: AskedPrompt, points: Iterable[Point]) -> dict[Point, Score]:
     """Score a prompt by each configuration."""
-    spec = model.network.spec
-    exact_sv = asked.prompt.logits(exact_group(spec, asked.tokens))
+    spec, exact_sv = model.network.spec, exact_logits(model, asked)
     return {
         point: asked.score(exact_sv, asked.prompt.logits(point.group(spec, asked.tokens)))
         for point in points
     }
-
-
-def exact_group(spec: ModelSpec, tokens: int) -> EmulatedGroup:
-    """Return a group of one instance, which attends exactly."""
-    plan = CsaPlan(locations=("0-0-0",), levels=1)
-    return EmulatedGroup(spec=spec, plan=plan, tokens=tokens)
 
 
 def _now() -> str:
@@ -438,6 +454,7 @@ def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]
     if not rows:
         return
     yield "tokens  group  N_v  strategy  scored by  window  drop ratio  lost of right answers"
+    by_category = losses_by_category(rows, layers=layers)
     for sample in sorted(accuracy_samples(rows, layers=layers), key=_order):
         setting, (low, high) = sample.setting, sample.interval
         csa = setting.csa
@@ -445,8 +462,20 @@ def accuracy_lines(rows: Sequence[AccuracyRow], *, layers: int) -> Iterator[str]
             f"{setting.tokens:>6}  {len(setting.locations):>5}  {setting.levels:>3}  "
             f"{csa.strategy:<8}  {csa.importance_layer:<9}  {csa.importance_window:>6}  "
             f"{_drops(sample):>10}  {sample.loss:.1%} [{low:.1%}, {high:.1%}] "
-            f"of {sample.questions}"
+            f"of {sample.questions}{_remarks(sample, by_category[setting])}"
         )
+
+
+def _remarks(sample: AccuracySample, by_category: Mapping[str, AccuracySample | None]) -> str:
+    """Return the loss of each category, and by how much too few questions count."""
+    losses = [
+        f"{category} {of_category.loss:.1%}"
+        f"{' of next tokens' if isinstance(of_category, NextTokenSample) else ''}"
+        for category, of_category in by_category.items()
+        if of_category and len(by_category) > 1
+    ]
+    few = [] if sample.enough else [f"few questions: counts as {sample.upper:.1%}"]
+    return "".join(f"; {remark}" for remark in (*losses, *few))
 
 
 def _drops(sample: AccuracySample) -> str:

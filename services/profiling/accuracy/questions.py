@@ -1,4 +1,7 @@
-"""Ask questions of several kinds: needle prompts, and the next token of plain text.
+"""Ask questions of several kinds: needle prompts, RULER's tasks, and the next token of texts.
+
+Each kind belongs to one of RULER's categories. Where a model answers no kind of a category with
+exact attention, the next tokens of that category's prompts stand in.
 
 Shape suffixes: s scored rows, v vocabulary.
 """
@@ -6,30 +9,54 @@ Shape suffixes: s scored rows, v vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
 
-from csps.configurator.regressors.samples import PLAIN_TEXT
+from csps.configurator.regressors.samples import (
+    ENOUGH,
+    ENOUGH_POSITIONS,
+    NEXT_TOKEN,
+    PLAIN_TEXT,
+    RETRIEVES,
+    category_of,
+    kind_name,
+)
 from csps.models.needle_prompts.filler import filler_of
 from csps.models.needle_prompts.haystack import Kind, Order, build_haystack
+from csps.models.needle_prompts.tasks import (
+    CATEGORIES,
+    TASK_NAMES,
+    TASKS,
+    Category,
+    TaskName,
+    write_prompt,
+)
+from csps.models.network.spec import ModelSpec
+from csps.protocols.attention.csa import CsaPlan
 from csps.services.evaluation.cases import Case, Evaluation, cases
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.emulated_attention import (
+    EmulatedGroup,
     EmulatedPrompt,
     FirstLayer,
     SharedText,
 )
 
-QUESTIONS = 400
+QUESTIONS = ENOUGH
 """Questions of each kind, per point."""
 ROUND = 40
 """Questions of a round, after which the profile decides if more are needed."""
 SHARE = 8
 """Questions to one haystack, which has as many facts; for two hops, twice as many."""
+ANSWERS = 0.6
+"""Share of a round that exact attention must answer. It is larger than `RETRIEVES`, so that more
+rounds hardly fall below that."""
+MOST_POSITIONS = 2_048
+"""Positions of one text that are compared at most, because their logits are kept."""
 TEXT = "english"
 """Filler of plain text."""
 
@@ -68,13 +95,14 @@ class AskedQuestion:
     """One question.
 
     An answer is right if greedy decoding would give it in full: each token after the right ones
-    before it, and the end after the last one.
+    before it, and an end after the last one.
     """
 
     prompt: EmulatedPrompt
     tokens: int
     answer: list[int]
-    stop_ids: frozenset[int]
+    ends: frozenset[int]
+    """Tokens that end the answer."""
 
     def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
         """Score as `AskedPrompt.score` does."""
@@ -87,12 +115,12 @@ class AskedQuestion:
 
     def _right(self, logits_sv: Tensor) -> bool:
         *generated, last = logits_sv.argmax(dim=1).tolist()
-        return generated == self.answer and last in self.stop_ids
+        return generated == self.answer and last in self.ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedText:
-    """Plain text. A next token is right if it is exact attention's likeliest."""
+    """A text. A next token is right if it is exact attention's likeliest."""
 
     prompt: EmulatedPrompt
     tokens: int
@@ -178,14 +206,144 @@ class PlainText:
         yield AskedText(prompt=prompt, tokens=len(ids))
 
 
+@dataclass(frozen=True)
+class TaskQuestions:
+    """Questions of one of RULER's tasks, each behind a text of its own.
+
+    RULER counts the answers that a reply names. So whatever continues no word ends an answer.
+    """
+
+    task: TaskName
+    seed: int = 1
+    """Seed of the texts."""
+
+    @property
+    def name(self) -> str:
+        """Name in the scaling information base."""
+        return kind_name(TASKS[self.task].category, self.task)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds per point."""
+        return QUESTIONS // ROUND
+
+    def asked(self, model: LocalModel, tokens: int, round_index: int) -> Iterator[AskedQuestion]:
+        """Yield the questions of a round."""
+        network, ends = model.network, model.stop_ids | model.word_starts
+        for index in range(round_index * ROUND, (round_index + 1) * ROUND):
+            written = write_prompt(self.task, tokens - 1, f"{self.seed}/{index}", model.count)
+            prompt = model.tokenizer.encode(written.text).ids
+            answer = _encoded(model, f" {written.answer}")
+            scored = range(len(prompt) - 1, len(prompt) + len(answer))
+            first = FirstLayer.of(network, prompt + answer)
+            yield AskedQuestion(
+                prompt=EmulatedPrompt(network, first, scored),
+                tokens=len(prompt),
+                answer=answer,
+                ends=ends,
+            )
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The next token, in the last quarter of a category's prompts.
+
+    They stand in for questions where a model answers none of the category's.
+    """
+
+    category: Category
+    seed: int = 1
+    rounds: int = 4
+
+    @property
+    def name(self) -> str:
+        """Name in the scaling information base."""
+        return kind_name(self.category, NEXT_TOKEN)
+
+    def asked(self, model: LocalModel, tokens: int, round_index: int) -> Iterator[AskedText]:
+        """Yield the texts of a round; all rounds have `ENOUGH_POSITIONS` positions."""
+        tasks = [name for name in TASK_NAMES if TASKS[name].category == self.category]
+        # Prompts are a little shorter than asked for, and their quarters as well.
+        positions = min(tokens * 15 // 64, MOST_POSITIONS)
+        texts = -(-ENOUGH_POSITIONS // (self.rounds * positions))
+        for index in range(round_index * texts, (round_index + 1) * texts):
+            task = tasks[index % len(tasks)]
+            written = write_prompt(task, tokens - 1, f"{self.seed}/{index}", model.count)
+            ids = model.tokenizer.encode(written.text).ids
+            scored = range(len(ids) - positions, len(ids))
+            first = FirstLayer.of(model.network, ids)
+            yield AskedText(prompt=EmulatedPrompt(model.network, first, scored), tokens=len(ids))
+
+
 QUESTION_KINDS: tuple[QuestionKind, ...] = (
     NeedleQuestions("multi_key", "last"),
     NeedleQuestions("two_hop", "last"),
     NeedleQuestions("multi_key", "first"),
     NeedleQuestions("two_hop", "first"),
     NeedleQuestions("multi", "last"),
+    *(TaskQuestions(task) for task in TASK_NAMES),
+    *(NextTokens(category) for category in CATEGORIES),
     PlainText(),
 )
+
+
+def answered_kinds(
+    kinds: Sequence[QuestionKind],
+    model: LocalModel,
+    tokens: int,
+    measured: Mapping[str, tuple[int, int]],
+) -> list[QuestionKind]:
+    """Return the kinds worth asking at a length, in their order.
+
+    They are those that the model answers with exact attention. The next tokens of a category are
+    worth it if no other kind of the category is.
+
+    Args:
+        measured: questions and right answers of exact attention, of kinds that were asked before.
+    """
+    next_tokens = {kind_name(category, NEXT_TOKEN): category for category in CATEGORIES}
+    failed = {category for name, category in next_tokens.items() if name in measured}
+    answered: dict[str, bool] = {}
+    for kind in kinds:
+        category = category_of(kind.name)
+        if category is None or kind.name in next_tokens:
+            continue
+        if kind.name in measured:
+            questions, right = measured[kind.name]
+            answered[kind.name] = right >= RETRIEVES * questions
+        else:
+            answered[kind.name] = category not in failed and _answers(kind, model, tokens)
+    succeeded = {category_of(name) for name, right in answered.items() if right}
+    return [
+        kind
+        for kind in kinds
+        if answered.get(kind.name, next_tokens.get(kind.name) not in succeeded)
+    ]
+
+
+def _answers(kind: QuestionKind, model: LocalModel, tokens: int) -> bool:
+    """Return True if exact attention answers `ANSWERS` of a round."""
+    right = wrong = 0
+    for asked in kind.asked(model, tokens, 0):
+        logits_sv = exact_logits(model, asked)
+        score = asked.score(logits_sv, logits_sv)
+        right += score.right_exact
+        wrong += score.questions - score.right_exact
+        # The rest of the round decides nothing.
+        if right >= ANSWERS * ROUND or wrong > (1 - ANSWERS) * ROUND:
+            break
+    return right >= ANSWERS * (right + wrong)
+
+
+def exact_logits(model: LocalModel, asked: AskedPrompt) -> Tensor:
+    """Compute a prompt's logits with exact attention, (s, v)."""
+    return asked.prompt.logits(exact_group(model.network.spec, asked.tokens))
+
+
+def exact_group(spec: ModelSpec, tokens: int) -> EmulatedGroup:
+    """Return a group of one instance, which attends exactly."""
+    plan = CsaPlan(locations=("0-0-0",), levels=1)
+    return EmulatedGroup(spec=spec, plan=plan, tokens=tokens)
 
 
 def _asked(model: LocalModel, case: Case) -> Iterator[AskedQuestion]:
@@ -210,7 +368,7 @@ def _asked(model: LocalModel, case: Case) -> Iterator[AskedQuestion]:
             prompt=EmulatedPrompt(network, first.followed_by(network, behind + answer), scored),
             tokens=tokens,
             answer=answer,
-            stop_ids=model.stop_ids,
+            ends=model.stop_ids,
         )
 
 
