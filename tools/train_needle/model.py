@@ -40,7 +40,8 @@ class Architecture:
     hidden: int = 128
     intermediate: int = 256
     answers_every: int = 1
-    """Of the layers behind the first, each so-manieth answers in training, and so does the last."""
+    """Step between the layers, counted from the second, that answer in training; the last one always
+    does."""
 
 
 NEEDLE = Architecture(layers=4, heads=4, kv_heads=2)

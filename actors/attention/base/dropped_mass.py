@@ -28,7 +28,7 @@ class DroppedMassTally:
 
     def __init__(self) -> None:
         self._masses: dict[int, dict[int, _Masses]] = {}
-        """By sequence and layer."""
+        """Sums by sequence and layer."""
 
     def add(
         self,

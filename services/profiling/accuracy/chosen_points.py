@@ -18,8 +18,8 @@ from csps.services.profiling.accuracy.profile import Enumeration, Point
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenPoints(Enumeration):
-    """Of configurations that differ only in how much they drop, the one that drops most within each
-    bound, by what shorter prompts lost."""
+    """Points that bounds would choose: among configurations that differ only in how much they drop,
+    the one that drops most within each bound, by what shorter prompts lost."""
 
     measured: Sequence[AccuracyRow]
     """Measurements of the model."""
