@@ -2,6 +2,7 @@
 
     python benchmarks/configurator.py lookup
     python benchmarks/configurator.py oracle [--planted] [--cluster FILE] [--instances 2 4]
+    python benchmarks/configurator.py starts [--planted] [--cluster FILE] [--instances 2 4]
     sudo python benchmarks/configurator.py simulator --sib FILE [--cluster FILE] [--rate 800mbit]
         [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3] [--measured FILE]
     python benchmarks/configurator.py live --base-url URL [--length 32768] [--rounds 7]
@@ -10,8 +11,8 @@ Each part takes less than eight minutes. `--json FILE` stores its rows; `configu
 makes one table of them with the targets.
 
 `lookup` measures processor time of a look-up in a cost table whose buckets have all options.
-`oracle` is in `configurator_oracle.py`, `simulator` in `configurator_simulator.py`. `live` asks a
-server that was profiled and trained, with requests of each kind in turns.
+`oracle` and `starts` are in `configurator_oracle.py`, `simulator` in `configurator_simulator.py`.
+`live` asks a server that was profiled and trained, with requests of each kind in turns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import httpx
 import numpy as np
 import report
-from configurator_oracle import oracle
+from configurator_oracle import oracle, starts
 from configurator_simulator import simulator
 from report import Section
 
@@ -162,7 +163,13 @@ class _Asker:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    sections = {"lookup": lookup, "oracle": oracle, "simulator": simulator, "live": live}
+    sections = {
+        "lookup": lookup,
+        "oracle": oracle,
+        "starts": starts,
+        "simulator": simulator,
+        "live": live,
+    }
     parser.add_argument("what", choices=sections)
     here = Path(__file__).with_name("needle-two-servers.yaml")
     parser.add_argument("--cluster", default=str(here), help="a file as `csps plan` takes it")

@@ -75,6 +75,13 @@ def _oracle(result: Result) -> Iterator[Aim]:
         yield _at_most(f"{about}, P95", kind["worse_p95"], 0.03, "{:.1%}")
 
 
+def _starts(result: Result) -> Iterator[Aim]:
+    for of_start in result["summary"]:
+        about = f"from {of_start['start']}, {result['losses']} losses, {of_start['objective']}"
+        yield Aim(f"{about}, median", f"{of_start['worse_median']:.1%}", "")
+        yield Aim(f"{about}, P95", f"{of_start['worse_p95']:.1%}", "")
+
+
 def _simulator(result: Result) -> Iterator[Aim]:
     summary = result["summary"]
     about = f"simulator, error over {summary['configurations']} configurations"
@@ -114,6 +121,7 @@ def _at_most(what: str, measured: float, aim: float, form: str) -> Aim:
 _SECTIONS: dict[str, Callable[[Result], Iterator[Aim]]] = {
     "lookup": _lookup,
     "oracle": _oracle,
+    "starts": _starts,
     "simulator": _simulator,
     "live": _live,
 }

@@ -82,6 +82,18 @@ class Predicted:
     micro: tuple[float, ...]
     """M of levels 1, 2, …"""
 
+    @classmethod
+    def of(cls, outputs: Sequence[float]) -> Predicted:
+        """Return the prediction that outputs in the order of `output_names` make."""
+        groups = len(outputs) - 3 - MAX_LEVELS
+        return cls(
+            tensor_parallel=outputs[0],
+            whole=outputs[1],
+            levels=outputs[2],
+            ratios=tuple(outputs[3 : 3 + groups]),
+            micro=tuple(2.0**logarithm for logarithm in outputs[3 + groups :]),
+        )
+
 
 @dataclass(frozen=True)
 class DirectSample:
@@ -109,14 +121,7 @@ class DirectModel:
             float(np.asarray(booster.predict(features, num_threads=1))[0])
             for booster in self._boosters.values()
         ]
-        groups = len(outputs) - 3 - MAX_LEVELS
-        return Predicted(
-            tensor_parallel=outputs[0],
-            whole=outputs[1],
-            levels=outputs[2],
-            ratios=tuple(outputs[3 : 3 + groups]),
-            micro=tuple(2.0**logarithm for logarithm in outputs[3 + groups :]),
-        )
+        return Predicted.of(outputs)
 
     def save(self, folder: Path) -> None:
         """Write the model into a folder."""

@@ -1,4 +1,4 @@
-"""The configurator's targets beside its stored results."""
+"""The configurator's targets beside its stored results, and what its regressors compare with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configurator_oracle import Nearest, Zeros
 from configurator_table import table
 
+from csps.configurator.regressors.direct import DirectSample, output_names, problem_features
+from csps.configurator.regressors.saved import Description
+from csps.configurator.search.search import SearchProblem
+from csps.loadgen.planner.hardware_file import load_group
+from csps.protocols.attention.plan import Objective
+
+CLUSTER = Path(__file__).parents[2] / "benchmarks" / "needle-two-servers.yaml"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -33,3 +41,32 @@ def test_a_server_that_misses_a_bound_is_reported() -> None:
     ]
     result = {"benchmark": "configurator live", "length": 8, "rows": rows}
     assert [row.reached for row in table([result])] == [False, True, True, False, True]
+
+
+def test_the_nearest_learned_problem_answers() -> None:
+    group = load_group(str(CLUSTER), instances=4)
+
+    def problem(tokens: int) -> SearchProblem:
+        return SearchProblem(group=group, tokens=tokens, objective=Objective(max_accuracy_loss=0.1))
+
+    def sample(tokens: int, ratio: float) -> DirectSample:
+        outputs = (0.0, 0.0, 3.0, ratio, 3.0, 1.0, 0.0, 0.0)
+        return DirectSample(problem_features(problem(tokens), 1.0), outputs)
+
+    description = Description(
+        kind="ttft", trained_for={}, training_set="", samples=2, features=(), held_out={}
+    )
+    nearest = Nearest(description, {}, [sample(1024, 0.2), sample(65_536, 0.9)])
+    assert nearest.predict(problem(2048), 1.0).ratios == (0.2,)
+    assert nearest.predict(problem(32_768), 1.0).ratios == (0.9,)
+    assert nearest.predict(problem(32_768), 1.0).micro == (8.0, 2.0, 1.0, 1.0)
+    nothing = Zeros(description, {}, len(output_names(1))).predict(problem(2048), 1.0)
+    assert (nothing.ratios, nothing.micro) == ((0.0,), (1.0,) * 4)
+
+
+def test_every_output_of_the_regressors_was_compared() -> None:
+    for path in sorted(RESULTS.glob("configurator-starts-*.json")):
+        result = json.loads(path.read_text())
+        assert {cell["output"] for cell in result["cells"]} == set(output_names(1))
+        asked = [row for row in result["rows"] if row["start"] == "zeros"]
+        assert len(asked) >= 100
