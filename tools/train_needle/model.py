@@ -40,7 +40,7 @@ class Architecture:
     hidden: int = 128
     intermediate: int = 256
     answers_every: int = 1
-    """Step between the layers, from the second on, that answer in training; the last always does."""
+    """Step between layers, from the second on, that answer in training; the last always does."""
 
 
 NEEDLE = Architecture(layers=4, heads=4, kv_heads=2)
