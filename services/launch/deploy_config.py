@@ -60,8 +60,10 @@ class DeployConfig:
 
     @property
     def application(self) -> dict[str, Any]:
-        """The application as it is submitted to Serve; `args` has the settings."""
-        return _application(self.data)
+        """The application as Serve knows it; `args` has the settings."""
+        # Serve gives applications the logging of the whole file.
+        logging = {key: self.data[key] for key in ("logging_config",) if key in self.data}
+        return {**logging, **_application(self.data)}
 
     @property
     def url(self) -> str:

@@ -183,6 +183,12 @@ def test_an_old_application_that_answers_is_not_taken_for_the_new_one(
     assert cluster.asked.count("/health") == 1  # only once the new one runs
 
 
+def test_applications_are_known_with_the_logging_of_the_file(config: DeployConfig) -> None:
+    logging = {"log_level": "INFO"}
+    logged = replace(config, data={**config.data, "logging_config": logging})
+    assert logged.application == {"logging_config": logging, **config.application}
+
+
 @pytest.mark.parametrize("name", ["runtime_env", "deployments", "import_path"])
 def test_an_application_that_differs_outside_of_its_settings_is_another_one(
     config: DeployConfig, name: str
