@@ -41,6 +41,9 @@ this long. Waiting for tokens does not count. Ray's default is an hour."""
 HEALTH_CHECK_PERIOD_S = 0.5
 """Serve replaces a proxy that fails three checks in a row: with Ray's default of 10 s, half a
 minute after HAProxy has died."""
+HEALTH_CHECK_TIMEOUT_S = 2.5
+"""Time for each of these checks. A frozen HAProxy answers none: it is replaced after three of them.
+By default, Serve waits five seconds for each, so that clients wait for 18."""
 
 IDLE_S, PROBE_S, PROBES = 2, 1, 3
 """HAProxy asks a router that is silent for so long whether it is there, and so often. It closes the
@@ -126,6 +129,7 @@ def _python_proxy() -> dict[str, str]:
     return {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": HOOK,
         **_unless_set("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", HEALTH_CHECK_PERIOD_S),
+        **_unless_set("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", HEALTH_CHECK_TIMEOUT_S),
         # A third less processor time for every streamed token than by actor calls. Replicas listen
         # for it anyway, behind the token.
         "RAY_SERVE_PROXY_USE_GRPC": "1",
@@ -150,7 +154,7 @@ def _write_launcher(run_dir: Path, host: str, front_rules: Sequence[str]) -> Pat
             error_files=shlex.quote(
                 f"s|^\\( *errorfile 50[234]\\) .*|\\1 {_write_error(run_dir)}|"
             ),
-            server_silence=" ".join(_insertion("defaults", line) for line in _server_silence()),
+            server_silence=" ".join(_server_silence()),
             front_rules=" ".join(
                 _insertion("frontend http_frontend", rule) for rule in front_rules
             ),
@@ -195,13 +199,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _server_silence() -> list[str]:
-    return [
+    """Return arguments for sed, by which HAProxy gives up a router that is silent."""
+    lines = (
         "option srvtcpka",
         f"srvtcpka-idle {IDLE_S}s",
         f"srvtcpka-intvl {PROBE_S}s",
         f"srvtcpka-cnt {PROBES}",
-        f"default-server tcp-ut {IDLE_S + PROBE_S * PROBES}s",
-    ]
+    )
+    # A backend does not inherit this from the defaults, and Serve has a line of its own there.
+    unacknowledged = f"s/^ *server .*/& tcp-ut {IDLE_S + PROBE_S * PROBES}s/"
+    return [*(_insertion("defaults", line) for line in lines), shlex.join(["-e", unacknowledged])]
 
 
 def _insertion(section: str, line: str) -> str:

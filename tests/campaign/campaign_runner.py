@@ -1,7 +1,8 @@
 """Runs trials one after the other, and writes a row for each as soon as it has ended.
 
 A second start goes on where the first one ended: trials whose row was made with the same definition
-and the same product are skipped. The newest row of a trial counts.
+and the same product are skipped. The newest row of a trial counts. What has no row yet comes first,
+one trial of each kind before the others, and long trials last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +36,8 @@ QUICK_S = 600.0
 """Budget below which only quick trials are run, and no row is kept."""
 SERVER_S = 40.0
 """Expected time to start a server."""
+LONG_S = 300.0
+"""Expected time of a trial that others of its rank go before."""
 
 Row = dict[str, Any]
 
@@ -52,8 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trials = [trial for trial in trials if trial.quick]
     rows_file = options.rows or (None if quick else ROWS)
     rows = {} if options.again or rows_file is None else read_rows(rows_file)
-    due = [trial for trial in trials if not _is_known(trial, rows, options)]
-    print(f"{len(trials)} trials, {len(trials) - len(due)} of them done before", flush=True)
+    due = broad([trial for trial in trials if not _is_known(trial, rows, options)], rows)
+    print(
+        f"{len(trials)} trials, {len(trials) - len(due)} of them done before; "
+        f"the others take about {expected_s(due) / 60:.0f} min",
+        flush=True,
+    )
     if options.list:
         for trial in due:
             print(f"{trial.about_s:5.0f} s  {trial.name}")
@@ -67,6 +75,25 @@ def read_rows(file: Path) -> dict[str, Row]:
         return {}
     rows = (json.loads(line) for line in file.read_text().splitlines() if line)
     return {row["trial"]: row for row in rows}
+
+
+def broad(trials: Sequence[Trial], rows: dict[str, Row]) -> list[Trial]:
+    """Order trials: first one of each kind that has no row, then others without a row, then those
+    whose row is old. Those of one server stay together."""
+    kinds = {(row["fault"], row["target"], row["server"]) for row in rows.values()}
+    ranks = {}
+    for trial in trials:
+        kind = trial.fault, trial.target, trial.server or ""
+        ranks[trial.name] = 2 if trial.name in rows else 1 if kind in kinds else 0
+        kinds.add(kind)
+    return sorted(trials, key=lambda trial: (ranks[trial.name], trial.about_s >= LONG_S))
+
+
+def expected_s(trials: Sequence[Trial]) -> float:
+    """Return how long trials take in this order, with the servers that they need."""
+    servers = [trial.server for trial in trials]
+    starts = sum(after not in (None, before) for before, after in pairwise([None, *servers]))
+    return sum(trial.about_s for trial in trials) + SERVER_S * starts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="run trials that are done, too")
     parser.add_argument("--failed", action="store_true", help="run trials again that have failed")
     parser.add_argument(
-        "--keep", action="store_true", help="count rows of other versions of the product as done"
+        "--keep",
+        action="store_true",
+        help="count rows of other versions of the product, or of the trial, as done",
     )
     parser.add_argument("--rows", type=Path, metavar="FILE", help=f"default: {ROWS.name}")
     parser.add_argument(
@@ -100,11 +129,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _is_known(trial: Trial, rows: dict[str, Row], options: argparse.Namespace) -> bool:
     row = rows.get(trial.name)
-    if row is None or row["definition"] != trial.definition:
+    if row is None or (options.failed and row["missed"]):
         return False
-    if options.failed and row["missed"]:
-        return False
-    return bool(options.keep or row["product"] == product_digest())
+    made = row["definition"], row["product"]
+    return bool(options.keep or made == (trial.definition, product_digest()))
 
 
 def _run_all(trials: Sequence[Trial], folder: Path, rows_file: Path | None, budget_s: float) -> int:

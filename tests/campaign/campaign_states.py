@@ -27,6 +27,8 @@ PADDING = "u" * 2**17
 """Value of an ignored field, by which a body goes to a parser's process."""
 FILLING = 6_000
 """Tokens of an answer that leaves no slots for the long prompt."""
+FILLED = 0.7
+"""Share of the decode gang's slots that is taken once both of these answers have theirs."""
 CODES = re.compile(r"\b(?:408|413|429|503|504)\b|unavailable|timeout|queue_full")
 """Statuses and codes of docs/api.md that the cluster may answer with."""
 LOST = ("RemoteProtocolError", "ReadError", "ConnectError", "WriteError", "APIConnectionError")
@@ -109,7 +111,10 @@ class Scene:
                 self.says(self.ask(prompts[1], LONG_TOKENS), 1)
             case "queued":
                 for prompt in prompts[:2]:
-                    self.says(self.ask(prompt, FILLING, known=JUDGED), 2)
+                    self.ask(prompt, FILLING, known=JUDGED)
+                # Asked of the server: to read so many tokens keeps this process busy, and once the
+                # streams have ended nothing has to wait.
+                self._server.wait_gauge("kv_cache_usage_perc", FILLED, role="decode")
                 self._admitted(prompts[2])
                 self._server.wait_gauge("num_requests_waiting", 1)
 

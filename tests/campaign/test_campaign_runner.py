@@ -8,7 +8,7 @@ from pathlib import Path
 
 import campaign_runner
 import pytest
-from campaign_runner import SERVER_S, main, read_rows, run_trial
+from campaign_runner import SERVER_S, broad, expected_s, main, read_rows, run_trial
 from campaign_trial import Outcome, Trial, all_trials
 
 
@@ -66,7 +66,7 @@ def test_a_second_start_goes_on_where_the_first_one_ended(
 ) -> None:
     assert start(rows, "--only", "no-one") == 0
     assert start(rows) == 1  # one of the two failed
-    assert "2 trials, 1 of them done before" in capsys.readouterr().out
+    assert "2 trials, 1 of them done before; the others take about 0 min" in capsys.readouterr().out
     assert start(rows) == 0
     assert "2 trials, 2 of them done before" in capsys.readouterr().out
     assert start(rows, "--failed") == 1
@@ -88,8 +88,10 @@ def test_rows_of_another_product_or_definition_are_made_again(
         start(rows, "--list", "--keep")
         assert "2 trials, 2 of them done before" in capsys.readouterr().out
     monkeypatch.setattr(Trial, "definition", "another")
-    start(rows, "--list", "--keep")
+    start(rows, "--list")
     assert "2 trials, 0 of them done before" in capsys.readouterr().out
+    start(rows, "--list", "--keep")
+    assert "2 trials, 2 of them done before" in capsys.readouterr().out
 
 
 def test_the_short_form_runs_quick_trials_and_keeps_no_rows(
@@ -108,6 +110,19 @@ def test_the_budget_leaves_what_would_end_too_late(
     assert start(rows, "--budget", "1", "--again") == 0
     assert "0 trials run, 1 left by the budget" in capsys.readouterr().out
     assert len(read_rows(rows)) == 2
+
+
+def test_one_trial_of_each_kind_without_a_row_comes_first() -> None:
+    def trial(target: str, seed: int = 0, about_s: float = 20.0) -> Trial:
+        return Trial(fault="hit", target=target, seed=seed, server="pair", run=goes_well,
+                     about_s=about_s)  # fmt: skip
+
+    old, deeper = trial("a"), trial("a", seed=1)
+    new, new_too, long, other = trial("b"), trial("b", seed=1), trial("c", about_s=900), trial("d")
+    rows = {old.name: {"fault": "hit", "target": "a", "server": "pair"}}
+    ordered = broad([old, deeper, new, new_too, long, other], rows)
+    assert ordered == [new, other, long, deeper, new_too, old]
+    assert expected_s(ordered) == 5 * 20 + 900 + SERVER_S
 
 
 def test_a_row_names_everything_that_was_missed(tmp_path: Path) -> None:

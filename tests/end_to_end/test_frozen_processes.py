@@ -14,10 +14,12 @@ from contextlib import closing, suppress
 
 import pytest
 from black_holes import borrowed, sockets_of, swallow
-from deployed_server import DEADLINE_S, Deployed, deployed, slowdown
+from deployed_server import DEADLINE_S, Deployed, deployed, name_of, slowdown
 from outage import Outage
 from tiny_checkpoints import make_checkpoint, random_tokens
 from watched_streams import Talk, client_of
+
+from csps.services.launch.ray_head import session_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -35,10 +37,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         yield server
 
 
+FRONT = "haproxy"
+ENDS_REQUESTS = ("Router", FRONT)
+"""What takes its requests with it."""
+
+
 def pid_of(server: Deployed, deployment: str, index: int) -> int:
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        with suppress(IndexError):
+        with suppress(IndexError, StopIteration):
+            if deployment == FRONT:
+                return next(pid for pid in session_of(server.head.pid) if name_of(pid) == FRONT)
             return int(server.replicas(deployment)[index]["pid"])
         assert time.monotonic() < deadline, f"{deployment} has no running replica {index}"
         time.sleep(0.05)
@@ -116,8 +125,7 @@ def undisturbed(server: Deployed) -> Streams:
 GANGS = [("PrefillGang", 0), ("PrefillGang", 1), ("DecodeGang", 0), ("DecodeGang", 1)]
 CASES = [
     *((fault, gang, index) for fault in (kill, freeze, cut, cut_back) for gang, index in GANGS),
-    (kill, "Router", 0),
-    (freeze, "Router", 0),
+    *((fault, lost, 0) for fault in (kill, freeze) for lost in ENDS_REQUESTS),
 ]
 
 
@@ -153,7 +161,7 @@ def test_answers_come_again(
     outage.check_health_was_honest()
     if streams is not None:
         streams.close()
-    if deployment != "Router":
+    if deployment not in ENDS_REQUESTS:
         assert not outage.failed
         if streams is not None:
             streams.check(undisturbed)

@@ -27,7 +27,11 @@ from csps.services.app import ONE_LOOP
 from csps.services.http.header_deadline import HOOK
 from csps.services.launch.deploy_config import IMPORT_PATH, read_config
 from csps.services.launch.ray_head import FORCE_STOP
-from csps.services.launch.reverse_proxy import HEALTH_CHECK_PERIOD_S, reverse_proxy_environment
+from csps.services.launch.reverse_proxy import (
+    HEALTH_CHECK_PERIOD_S,
+    HEALTH_CHECK_TIMEOUT_S,
+    reverse_proxy_environment,
+)
 from csps.services.settings.hub import is_hub_id
 from csps.services.settings.settings import Settings
 
@@ -57,6 +61,8 @@ def test_half_sent_headers_have_a_deadline_on_every_pod() -> None:
         assert variables["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == HOOK
         period = float(variables["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"])
         assert period == HEALTH_CHECK_PERIOD_S
+        timeout = float(variables["RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"])
+        assert timeout == HEALTH_CHECK_TIMEOUT_S
 
 
 def test_a_frozen_router_is_killed_as_under_make_serve() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -195,6 +196,30 @@ async def test_clients_of_a_router_whose_packets_vanish_get_an_error(
                 assert lost.json()["error"]["code"] == "unavailable"
                 assert lost.headers["retry-after"]
                 assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_request_on_a_kept_connection_to_a_router_that_cannot_be_reached_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: what HAProxy sent on a connection from before was never given up."""
+    for name in ("IDLE_S", "PROBE_S", "PROBES"):
+        monkeypatch.setattr(http_front, name, 1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while request := await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                if b"/first" in request:
+                    swallow(writer.get_extra_info("socket"))
+        writer.close()
+
+    router = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = router.sockets[0].getsockname()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        async with router, haproxy(Path(folder), address, client_silence_s=30) as (_, port):
+            assert await status(port, CLIENT, "/first") == 200
+            assert await status(port, CLIENT, "/next") is None  # closed
+            assert await status(port, CLIENT, "/next") == 200
 
 
 async def test_clients_are_told_to_come_back_while_no_application_is_known() -> None:

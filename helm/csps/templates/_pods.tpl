@@ -111,6 +111,8 @@ KubeRay sets as well; an operator too old to know authOptions must not leave Ray
   value: csps.services.http.header_deadline:install
 - name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S # a dead proxy is replaced in seconds
   value: "0.5"
+- name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S # and a frozen one
+  value: "2.5"
 - name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS # a frozen router cannot drain
   value: "1"
 - name: RAY_kill_worker_timeout_milliseconds # a frozen rank holds its GPU
