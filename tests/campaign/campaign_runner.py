@@ -1,8 +1,8 @@
 """Runs trials one after the other, and writes a row for each as soon as it has ended.
 
 A second start goes on where the first one ended: trials whose row was made with the same definition
-and the same product are skipped. The newest row of a trial counts. What has no row yet comes first,
-one trial of each kind before the others, and long trials last.
+and the same product are skipped. The newest row of a trial counts. What has no good row comes
+first, one trial of each kind before the others, and long trials last.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ def read_rows(file: Path) -> dict[str, Row]:
 
 
 def broad(trials: Sequence[Trial], rows: dict[str, Row]) -> list[Trial]:
-    """Order trials: first one of each kind that has no row, then others without a row, then those
-    whose row is old. Those of one server stay together."""
-    kinds = {(row["fault"], row["target"], row["server"]) for row in rows.values()}
+    """Order trials: first one of each kind that has no good row, then others without one, then
+    those whose row is old. Those of one server stay together."""
+    good = {name: row for name, row in rows.items() if not row["missed"]}
+    kinds = {(row["fault"], row["target"], row["server"]) for row in good.values()}
     ranks = {}
     for trial in trials:
         kind = trial.fault, trial.target, trial.server or ""
-        ranks[trial.name] = 2 if trial.name in rows else 1 if kind in kinds else 0
+        ranks[trial.name] = 2 if trial.name in good else 1 if kind in kinds else 0
         kinds.add(kind)
     return sorted(trials, key=lambda trial: (ranks[trial.name], trial.about_s >= LONG_S))
 

@@ -195,7 +195,7 @@ def _all() -> list[Trial]:
             server="pair",
             run=run_two,
             recovery_limit_s=ANY_S,
-            about_s=35.0,
+            about_s=25.0,
         )
         for fault in ("kill two", "kill during recovery")
         for target, state in TWO

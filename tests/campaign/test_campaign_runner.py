@@ -112,17 +112,21 @@ def test_the_budget_leaves_what_would_end_too_late(
     assert len(read_rows(rows)) == 2
 
 
-def test_one_trial_of_each_kind_without_a_row_comes_first() -> None:
+def test_one_trial_of_each_kind_without_a_good_row_comes_first() -> None:
     def trial(target: str, seed: int = 0, about_s: float = 20.0) -> Trial:
         return Trial(fault="hit", target=target, seed=seed, server="pair", run=goes_well,
                      about_s=about_s)  # fmt: skip
 
     old, deeper = trial("a"), trial("a", seed=1)
     new, new_too, long, other = trial("b"), trial("b", seed=1), trial("c", about_s=900), trial("d")
-    rows = {old.name: {"fault": "hit", "target": "a", "server": "pair"}}
-    ordered = broad([old, deeper, new, new_too, long, other], rows)
-    assert ordered == [new, other, long, deeper, new_too, old]
-    assert expected_s(ordered) == 5 * 20 + 900 + SERVER_S
+    failed = trial("e")
+    rows = {
+        one.name: {"fault": "hit", "target": one.target, "server": "pair", "missed": missed}
+        for one, missed in ((old, []), (failed, ["its aim"]))
+    }
+    ordered = broad([old, deeper, new, new_too, long, other, failed], rows)
+    assert ordered == [new, other, failed, long, deeper, new_too, old]
+    assert expected_s(ordered) == 6 * 20 + 900 + SERVER_S
 
 
 def test_a_row_names_everything_that_was_missed(tmp_path: Path) -> None:
