@@ -36,7 +36,7 @@ QUICK_S = 600.0
 """Budget below which only quick trials are run, and no row is kept."""
 SERVER_S = 40.0
 """Expected time to start a server."""
-LONG_S = 300.0
+LONG_S = 100.0
 """Expected time of a trial that others of its rank go before."""
 
 Row = dict[str, Any]

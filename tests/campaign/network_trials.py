@@ -37,8 +37,8 @@ def renew(server: Deployed, kind: str, role: str, index: int) -> None:
 
 
 def _is_there(server: Deployed, kind: str, role: str, index: int) -> bool:
-    # While a gang is replaced, its ranks do not answer, or are missing.
-    with suppress(FaultError, StopIteration, AssertionError):
+    # While a gang is replaced, its ranks do not answer, are missing, or end meanwhile.
+    with suppress(FaultError, OSError, StopIteration, AssertionError):
         topology = Topology(server)
         return bool(topology.connections(kind, topology.rank(role, index).pid))
     return False
