@@ -7,8 +7,10 @@ response is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import PlainValidator
 
@@ -29,6 +31,9 @@ from csps.protocols.openai.responses import AnswerDelta, Part, error_body
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _ENCRYPTED = "reasoning.encrypted_content"
 """What clients without state include: reasoning is returned as text, so there is none."""
+_RUN_BY_OPENAI = re.compile(r"(web_search|web_search_preview|image_generation)(_\d{4}_\d\d_\d\d)?")
+_JOINT = "__"
+"""Stands between namespace and function in the name that the model writes."""
 
 
 def _texts(content: Any, field: str | None = None) -> str:
@@ -62,9 +67,10 @@ def _input(value: Any) -> list[dict[str, Any]]:
 def _append(messages: list[dict[str, Any]], item: Any, at: str) -> None:
     """Append an item; those that one answer had become one message again."""
     match item:
-        case {"type": "function_call", "name": name, "arguments": given, "call_id": called}:
-            call = {"id": called, "type": "function"}
-            call["function"] = {"name": name, "arguments": given}
+        case {"type": "function_call", "name": name, "arguments": given, "call_id": number}:
+            call = {"id": number, "type": "function"}
+            called = _name_in_chat(name, item.get("namespace"))
+            call["function"] = {"name": called, "arguments": given}
             _answer(messages).setdefault("tool_calls", []).append(call)
         case {"type": "function_call_output", "call_id": called, "output": output}:
             text = _texts(output, at)
@@ -98,26 +104,75 @@ def _new_answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _tools(value: Any) -> list[dict[str, Any]]:
-    """Return tools as those of a chat."""
+class ResponseTools(NamedTuple):
+    """Tools of a request, as functions of a chat."""
+
+    functions: list[dict[str, Any]]
+    namespaces: dict[str, str]
+    """Namespace of each function that has one, by the function's name in the chat."""
+
+
+def _tools(value: Any) -> ResponseTools:
+    """Return the functions that the model may call, those in namespaces too.
+
+    Clients list what only OpenAI's servers run beside their own functions. The model is not offered
+    it, as by a server on which it is switched off.
+    """
     if not isinstance(value, list):
         fail(f"must be an array, got {shown(value)}")
-    return [_tool(tool) for tool in value]
+    functions: list[dict[str, Any]] = []
+    namespaces: dict[str, str] = {}
+    for tool in value:
+        match tool:
+            case {"type": str(kind)} if _RUN_BY_OPENAI.fullmatch(kind):
+                pass
+            case {"type": "namespace", "name": str(namespace), "tools": list(inside)} if namespace:
+                grouped = [_function(each, namespace) for each in inside]
+                functions += _introduced(grouped, tool.get("description"))
+                namespaces |= {each["function"]["name"]: namespace for each in grouped}
+            case {"type": "namespace"}:
+                fail("a namespace must have a name and an array of tools")
+            case _:
+                functions.append(_function(tool))
+    return ResponseTools(functions, namespaces)
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _function(tool: Any, namespace: str | None = None) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
         fail(f"only tools of type 'function' are supported, got {shown(kind or tool)}")
     named = {name: tool.get(name) for name in ("name", "description", "parameters")}
+    named["name"] = _name_in_chat(named["name"], namespace)
     function = {name: value for name, value in named.items() if value is not None}
     return {"type": "function", "function": function}
+
+
+def _introduced(functions: list[dict[str, Any]], about: Any) -> list[dict[str, Any]]:
+    """Return the functions of a namespace, whose description stands before that of the first."""
+    if not functions or not isinstance(about, str) or not about:
+        return functions
+    first = functions[0]["function"]
+    own = first.get("description")
+    if own is not None and not isinstance(own, str):
+        return functions  # refused with the chat
+    described = {**first, "description": f"{about}\n\n{own}" if own else about}
+    return [{"type": "function", "function": described}, *functions[1:]]
+
+
+def _name_in_chat(name: Any, namespace: Any) -> Any:
+    """Return a function's name as the model writes it, which knows no namespaces."""
+    if not namespace or not isinstance(name, str):
+        return name
+    if not isinstance(namespace, str):
+        fail(f"a namespace must be a string, got {shown(namespace)}")
+    return f"{namespace}{_JOINT}{name}"
 
 
 def _tool_choice(value: Any) -> Any:
     match value:
         case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
+            called = _name_in_chat(name, value.get("namespace"))
+            return {"type": "function", "function": {"name": called}}
         case _:
             return value
 
@@ -162,9 +217,8 @@ class ResponsesRequest(JsonModel):
         Any, PlainValidator(_tool_choice, json_schema_input_type=str | dict[str, Any])
     ] = None
     tools: Annotated[
-        list[dict[str, Any]] | None,
-        PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]]),
-    ] = None
+        ResponseTools, PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]])
+    ] = ResponseTools([], {})
     top_p: Annotated[float, above(0, 1)] | None = None
 
     # At their defaults only
@@ -206,7 +260,7 @@ class ResponsesRequest(JsonModel):
             "stream": self.stream,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": self.tools,
+            "tools": self.tools.functions or None,
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning,
@@ -233,10 +287,17 @@ class ResponsesAnswer:
         prompt_tokens: int,
         cached_tokens: Callable[[], int],
         reasoning_tokens: Callable[[], int] = lambda: 0,
+        namespaces: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """Begin an answer.
+
+        Args:
+            namespaces: those of `ResponseTools`.
+        """
         self._id, self._model, self._created = request_id, model, created
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         self._reasoning_tokens = reasoning_tokens
+        self._namespaces = namespaces
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Text of the last item."""
@@ -288,7 +349,7 @@ class ResponsesAnswer:
                 item |= {
                     "id": f"fc_{number}_{self._id}",
                     "call_id": part.call_id,
-                    "name": part.text,
+                    **self._called(part.text),
                     "arguments": "",
                 }
         self._items.append(item)
@@ -298,6 +359,12 @@ class ResponsesAnswer:
             yield self._item_event(
                 "response.content_part.added", content_index=0, part=_content(kind, "")
             )
+
+    def _called(self, name: str) -> dict[str, str]:
+        """Return the function of a call, by its name in the chat."""
+        if (namespace := self._namespaces.get(name)) is None:
+            return {"name": name}
+        return {"name": name.removeprefix(namespace + _JOINT), "namespace": namespace}
 
     def _end_item(self, status: Status) -> Iterator[bytes]:
         if not self._open:

@@ -307,7 +307,9 @@ class GeneratedResponse:
             return MessagesAnswer(**shared)
         shared["reasoning_tokens"] = lambda: self._reasoning_tokens
         if self._options.endpoint == "responses":
-            return ResponsesAnswer(created=self._created, **shared)
+            return ResponsesAnswer(
+                created=self._created, namespaces=self._options.namespaces, **shared
+            )
         options = StreamOptions(
             include_usage=self._options.include_usage,
             continuous_usage_stats=self._options.continuous_usage,

@@ -11,7 +11,7 @@ import json
 import secrets
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -127,6 +127,8 @@ class AnswerOptions:
     """Text before each answer of a chat."""
     tool_format: ToolFormat | None = None
     """Format in which calls of tools are looked for; None: in none."""
+    namespaces: dict[str, str] = field(default_factory=dict)
+    """Namespace of each function that has one, by the name that the model writes."""
     parallel_calls: bool = True
     reasoning: Reasoning = "none"
     include_reasoning: bool = True
@@ -215,6 +217,7 @@ class BodyParser:
             RequestError, InvalidTextError: the client's mistake.
             NeedsProcess: it is not `alone`, and this body may take long.
         """
+        namespaces: dict[str, str] = {}
         match endpoint:
             case "completion":
                 completion = parse_request(CompletionRequest, body)
@@ -228,9 +231,10 @@ class BodyParser:
                     raise InvalidRequest("max_tokens: required", param="max_tokens")
                 chat = chat_of(messages)
             case "responses":
-                chat = chat_of(parse_request(ResponsesRequest, body))
+                responses = parse_request(ResponsesRequest, body)
+                chat, namespaces = chat_of(responses), responses.tools.namespaces
         self._check_model(chat.model)
-        return self._chat(chat, endpoint, owner)
+        return self._chat(chat, endpoint, owner, namespaces)
 
     def answer(self, question: Question, body: bytes) -> bytes:
         """Answer a request for the tokenizer: return the body of the answer.
@@ -319,7 +323,13 @@ class BodyParser:
             ),
         )
 
-    def _chat(self, request: ChatCompletionRequest, endpoint: Endpoint, owner: bytes) -> ParsedBody:
+    def _chat(
+        self,
+        request: ChatCompletionRequest,
+        endpoint: Endpoint,
+        owner: bytes,
+        namespaces: dict[str, str],
+    ) -> ParsedBody:
         tool_format = self._format_for(request)
         text = self._rendered(request)
         reasoning: Reasoning = "harmony" if self._harmony else "none"
@@ -345,6 +355,7 @@ class BodyParser:
                 self._answer(request, endpoint),
                 begins_with=last.content if request.echo and last.role == "assistant" else "",
                 tool_format=tool_format,
+                namespaces=namespaces,
                 # A grammar ends an answer itself, with a token that the router would cut off.
                 parallel_calls=request.parallel_tool_calls or bounded,
                 reasoning=reasoning,

@@ -269,6 +269,63 @@ async def test_items_are_the_same_text_in_the_history(
     assert server.service.specs[-1].prompt.tolist()[: len(before)] == before
 
 
+GROUPED = {
+    "type": "namespace",
+    "name": "sky",
+    "description": "About the sky.",
+    "tools": [{**FLAT, "description": "Of a city."}, {"type": "function", "name": "stars"}],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_functions_in_namespaces_are_called_there(
+    server: AgentServer, official: openai.AsyncOpenAI, stream: bool
+) -> None:
+    called = CALL.replace("weather", "sky__weather")
+    server.say(f"Look.\n{called}\n{CALL}")
+    tools: Any = [GROUPED, FLAT, {"type": "web_search", "external_web_access": False}]
+    asked: Any = {"model": "tiny", "tools": tools}
+    if stream:
+        async with official.responses.stream(input="Rain?", **asked) as events:
+            response: Any = await events.get_final_response()
+    else:
+        response = await official.responses.create(input="Rain?", **asked)
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.namespace, call.name) for call in calls] == [
+        ("sky", "weather"),
+        (None, "weather"),
+    ]
+    assert [call.arguments for call in calls] == ['{"city": "Oslo"}'] * 2
+    assert server.prompt.count("About the sky.") == 1
+    assert '"About the sky.\\n\\nOf a city."' in server.prompt
+    assert '"sky__stars"' in server.prompt
+    assert "web_search" not in server.prompt
+
+    before = [*server.service.specs[-1].prompt.tolist(), *server.service.script]
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "r"} for call in calls
+    ]
+    items: Any = [{"role": "user", "content": "Rain?"}, *response.output, *results]
+    await official.responses.create(input=items, **asked)
+    assert server.service.specs[-1].prompt.tolist()[: len(before)] == before
+
+
+async def test_a_function_in_a_namespace_may_be_required(server: AgentServer) -> None:
+    choice = {"type": "function", "namespace": "sky", "name": "weather"}
+    body = {"model": "tiny", "input": "Rain?", "tools": [GROUPED], "tool_choice": choice}
+    answer = await server.client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "sky__weather" in server.service.specs[-1].sampling.grammar
+
+
+async def test_what_openai_runs_may_be_the_only_tool(server: AgentServer) -> None:
+    for kind in ("web_search", "web_search_preview_2025_03_11", "image_generation"):
+        body = {"model": "tiny", "input": "Rain?", "tools": [{"type": kind}]}
+        answer = await server.client.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        assert kind not in server.prompt
+
+
 async def test_a_cut_response_is_incomplete(
     server: AgentServer, official: openai.AsyncOpenAI
 ) -> None:
@@ -286,7 +343,14 @@ async def test_a_cut_response_is_incomplete(
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "file_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search_for_all"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "", "tools": []}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [5]}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": []}, "messages"),
