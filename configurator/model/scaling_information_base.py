@@ -364,4 +364,7 @@ def _named(path: Path) -> Iterator[None]:
             raise DeadlineExceeded(f"a transaction of {path}", WRITE_S) from None
         raise ConfigError(f"scaling information base {path}: {error}") from None
     except (sqlite3.DatabaseError, OSError) as error:
-        raise ConfigError(f"scaling information base {path}: {error}") from None
+        raise ConfigError(
+            f"scaling information base {path}: {error}; move it away, or name another "
+            "(scaling_information_base)"
+        ) from None

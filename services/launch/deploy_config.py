@@ -214,6 +214,8 @@ def _check_keys(data: Any) -> None:
         ServeDeploySchema,
     )
 
+    if data is None:
+        raise ConfigError("is empty; `csps init --force` writes one with every setting")
     _check_mapping("", data)
     _known("", data, ServeDeploySchema.model_fields)
     _known("http_options", data.get("http_options"), HTTPOptionsSchema.model_fields)
@@ -274,11 +276,9 @@ def _check_mapping(prefix: str, section: Any) -> None:
 
 
 def _application(data: Mapping[str, Any]) -> dict[str, Any]:
-    applications = [
-        application
-        for application in data.get("applications") or []
-        if application.get("import_path") == IMPORT_PATH
-    ]
-    if len(applications) != 1:
-        raise ConfigError(f"applications: expected one with import_path {IMPORT_PATH}")
-    return dict(applications[0])
+    paths = [application.get("import_path") for application in data.get("applications") or []]
+    if paths.count(IMPORT_PATH) != 1:
+        raise ConfigError(
+            f"applications: expected one with import_path {IMPORT_PATH}, got {abridged(paths)}"
+        )
+    return dict(data["applications"][paths.index(IMPORT_PATH)])

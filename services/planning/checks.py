@@ -66,13 +66,13 @@ def _check_lengths(settings: Settings, positions: int) -> None:
             f"max_positions is {longest}, but the model has {positions}: lower it, or extend the "
             "model with model_overrides (docs/models.md)"
         )
-    prefill = slots_of(settings, settings.prefilling_role)
-    if longest is not None and prefill is not None and longest > prefill:
-        role = settings.prefilling_role
-        raise ConfigError(
-            f"max_positions is {longest}, but {role}.kv_slots holds {prefill} tokens on all "
-            f"instances: raise {role}.kv_slots, set it to auto, or lower max_positions"
-        )
+    for role in settings.gangs:
+        slots = slots_of(settings, role)
+        if longest is not None and slots is not None and longest > slots:
+            raise ConfigError(
+                f"max_positions is {longest}, but {role}.kv_slots holds {slots} tokens on all "
+                f"instances: raise {role}.kv_slots, set it to auto, or lower max_positions"
+            )
     limit = min(value for value in (longest, positions) if value is not None)
     answer = settings.default_max_tokens
     if answer is not None and answer >= limit:
@@ -80,6 +80,7 @@ def _check_lengths(settings: Settings, positions: int) -> None:
             f"default_max_tokens is {answer}, which leaves no room for a "
             f"prompt within {limit} positions: lower it"
         )
+    prefill = slots_of(settings, settings.prefilling_role)
     prompt = limit if prefill is None else min(limit, prefill)
     if settings.max_body_bytes < prompt:
         raise ConfigError(

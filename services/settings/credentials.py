@@ -60,18 +60,22 @@ def known_keys(path: str | None) -> list[str]:
             named, and holds no key: no server is open by mistake.
     """
     keys: list[str] = []
+    sources: list[str] = []
     if (given := os.environ.get(KEYS_VARIABLE)) is not None:
         keys += _keys_in(given, KEYS_VARIABLE)
         if not keys:
             raise ConfigError(
                 f"{KEYS_VARIABLE} is set and holds no key; unset it for an open server"
             )
+        sources.append(KEYS_VARIABLE)
     if path is not None:
         where = f"api_keys_file: {path}"
         in_file = _keys_in(_read(path, where), where)
         if not in_file:
             raise ConfigError(f"{where} holds no key")
         keys += in_file
+        sources.append(where)
+    _check_names(keys, " and ".join(sources))
     return keys
 
 
@@ -175,7 +179,9 @@ class ApiKeys:
 
     def _take_over(self, in_file: Iterable[str], on_revoked: Callable[[Set[bytes]], None]) -> None:
         given = _keys_in(os.environ.get(KEYS_VARIABLE, ""), KEYS_VARIABLE)
-        before, self._known = self._known, self._numbered((*given, *in_file))
+        keys = [*given, *in_file]
+        _check_names(keys, f"api_keys_file: {self._path}")
+        before, self._known = self._known, self._numbered(keys)
         added, revoked = self._known.keys() - before.keys(), before.keys() - self._known.keys()
         if added or revoked:
             _log.warning(
@@ -189,6 +195,16 @@ class ApiKeys:
 
 def _names(keys: Iterable[ApiKey]) -> str:
     return ", ".join(sorted(key.name for key in keys)) or "none"
+
+
+def _check_names(keys: Iterable[str], where: str) -> None:
+    """Refuse a key that two names have: limits and metrics of one would count the other's."""
+    names: dict[str, str] = {}
+    for entry in keys:
+        *name, key = entry.split()
+        mine = name[0] if name else "an entry without a name"
+        if (other := names.setdefault(key, mine)) != mine:
+            raise ConfigError(f"{where}: {other} and {mine} have one key; give each its own")
 
 
 def _read(path: str, where: str) -> str:

@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from csps.models.network.checkpoint_json import OVERRIDABLE
 from csps.protocols.core.errors import ConfigError, abridged, nearest
@@ -27,7 +36,18 @@ from csps.services.settings.processor import multiplies_bf16
 from csps.services.settings.vllm_options import hint_of
 
 Count = Annotated[int, Field(ge=1)]
-Slots = Literal["auto"] | Count
+
+
+def _slots(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Say what slots may be in one sentence, and not in one for each alternative."""
+    try:
+        return validate(value)
+    except ValidationError:
+        problem = f"must be a number of tokens from 1 on, or auto, got {abridged(value)}"
+        raise ValueError(problem) from None
+
+
+Slots = Annotated[Literal["auto"] | Count, WrapValidator(_slots)]
 """Number of KV slots; `auto` is as many as fit (`services.planning.memory`)."""
 MetricsPrefix = Literal["csps", "vllm"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,9 +66,21 @@ class SettingsSection(BaseModel):
         if isinstance(data, Mapping) and cls.model_config.get("extra") == "forbid":
             for key in data:
                 if key not in cls.model_fields:
-                    hint = hint_of(str(key)) or nearest(str(key), cls.model_fields)
+                    hint = hint_of(str(key)) or _deeper(cls, key)
+                    hint = hint or nearest(str(key), cls.model_fields)
                     raise ValueError(f"unknown setting {abridged(key)}{hint}")
         return data
+
+
+def _deeper(cls: type[BaseModel], key: Any) -> str:
+    """Return text to append to "unknown setting" if sections of `cls` have it."""
+    places = [
+        f"{name}.{key}"
+        for name, field in cls.model_fields.items()
+        for kind in (field.annotation, *get_args(field.annotation))
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and key in kind.model_fields
+    ]
+    return f"; did you mean {' or '.join(places)}?" if places else ""
 
 
 def _known_overrides(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
