@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import httpx
 
 from csps.models.tokenizers.chat_template import read_chat_template
-from csps.protocols.core.errors import ConfigError, FaultError
+from csps.protocols.core.errors import ConfigError, FaultError, abridged
 from csps.services.launch.deploy_config import DeployConfig, find_config, read_config
 from csps.services.launch.ray_head import RUN_DIR, command_for, find_head
 from csps.services.settings.credentials import known_keys
@@ -80,7 +80,8 @@ class Client:
             ) as response:
                 if not response.is_success:
                     response.read()
-                    raise FaultError(f"the server answered {response.status_code}: {response.text}")
+                    why = _why(response)
+                    raise FaultError(f"the server answered {response.status_code}: {why}")
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
                         chunk = json.loads(line.removeprefix("data: "))
@@ -117,9 +118,21 @@ def first_model(url: str, key: str | None) -> str:
             timeout=LIST_DEADLINE_S,
             trust_env=False,
         )
-        return str(answer.raise_for_status().json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise FaultError(f"{url} names no model: {error!r}; is a server there?") from None
+        if not answer.is_success:
+            raise FaultError(f"{url} names no model: {answer.status_code}, {_why(answer)}")
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise FaultError(f"no server at {url} ({error})") from None
+    except (ValueError, LookupError, TypeError):
+        raise FaultError(f"{url} names no model: is it a server with the OpenAI API?") from None
+
+
+def _why(response: httpx.Response) -> str:
+    """Return the message of an error, or its body if that is none of the API."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return abridged(response.text)
 
 
 @dataclass
@@ -162,7 +175,7 @@ class Shown:
 def ask(argv: Sequence[str]) -> None:
     """Ask one question, about a text if one is given."""
     parser = _parser("ask", "Ask the running server a question, about a text if one is given.")
-    parser.add_argument("question")
+    parser.add_argument("question", help="what to ask, in quotation marks")
     parser.add_argument(
         "--file",
         type=Path,
@@ -209,11 +222,27 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, help="configuration of the server (default: of the one started here)"
     )
-    parser.add_argument("--base-url", metavar="URL", help="another server, without /v1")
-    parser.add_argument("--model", help="its model (default: the first that it lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="(default: the first of the server's)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (512)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="(0: greedy)")
+    parser.add_argument(
+        "--base-url", metavar="URL", help="another server, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument("--model", help="model of that server (default: the first that it lists)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key (default: the first that this server was given)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="longest answer (default: 512)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="NUMBER",
+        help="randomness of the answer (default: 0, always the likeliest token)",
+    )
     return parser
 
 
@@ -223,6 +252,7 @@ def _client(arguments: argparse.Namespace) -> Client:
         model, key = arguments.model or client.model, arguments.api_key or client.key
         return Client(url=client.url, model=model, key=key, chats=client.chats)
     url = arguments.base_url.rstrip("/").removesuffix("/v1")
+    url = url if "://" in url else f"http://{url}"
     model = arguments.model or first_model(url, arguments.api_key)
     return Client(url=url, model=model, key=arguments.api_key)
 

@@ -39,7 +39,9 @@ class _Answer(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        assert self.path == "/v1/models"
+        if self.path != "/v1/models":
+            self._send(b'{"error": {"message": "nothing is here"}}', 404)
+            return
         self._send(json.dumps({"data": [{"id": "served"}]}).encode())
 
     def do_POST(self) -> None:
@@ -56,8 +58,8 @@ class _Answer(BaseHTTPRequestHandler):
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
         self._send("".join([*lines, "data: [DONE]\n\n"]).encode())
 
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
+    def _send(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -134,6 +136,28 @@ def test_a_conversation_has_its_turns(
         [system, first, answer, again],
     ]
     assert capsys.readouterr().out == "answer 1answer 2"
+
+
+def test_an_address_needs_no_scheme(server: _Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ask", "--base-url", url(server).removeprefix("http://"), "Who?"]) == 0
+    assert capsys.readouterr().out == "answer 1"
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("{url}/other", "/other names no model: 404, nothing is here\n"),
+        ("localhost:1", "no server at http://localhost:1 ("),
+        ("http://[", "no server at http://[ ("),
+    ],
+)
+def test_a_wrong_address_is_one_line(
+    server: _Server, address: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ask", "--base-url", address.format(url=url(server)), "Who?"]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
