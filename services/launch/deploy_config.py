@@ -128,11 +128,13 @@ def read_config(
         raise ConfigError(f"cannot read {path}: {why}") from None
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(exc).split())}") from None
+    listening = {"host": host, "port": port}
     try:
-        listening = {"host": host, "port": port}
         return _check(data, listening, args or {}, each_gang or {})
     except ConfigError as exc:
-        raise ConfigError(f"{path}: {exc}") from None
+        given = args or each_gang or any(value is not None for value in listening.values())
+        where = f"{path} with the options given" if given else path
+        raise ConfigError(f"{where}: {exc}") from None
 
 
 def _check(

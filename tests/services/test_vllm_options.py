@@ -168,6 +168,15 @@ def test_options_change_only_what_they_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "words", ["--port 80000", "--gpu-memory-utilization 90", "--policy tetirs"]
+)
+def test_a_wrong_value_may_come_from_an_option(words: str) -> None:
+    """The file alone would be the wrong place to look for it."""
+    with pytest.raises(ConfigError, match=r"config\.yaml with the options given: "):
+        parsed(f"--config {TWO_CORES} {words}").read(download=False)
+
+
+@pytest.mark.parametrize(
     ("gpus", "words", "gangs"),
     [
         (8, "", {"prefill": (4, 1), "decode": (4, 1)}),
