@@ -115,6 +115,7 @@ def _config(kind: str, layers: int) -> dict[str, Any]:
         "num_key_value_heads": HEADS,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCAB,
+        "max_position_embeddings": 131_072,
         "num_experts": EXPERTS,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": EXPERT_WIDTH,
@@ -128,9 +129,9 @@ def _config(kind: str, layers: int) -> dict[str, Any]:
     return config
 
 
-def anonymous() -> int:
-    """Return the anonymous memory of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def anonymous(process: int | str = "self") -> int:
+    """Return the anonymous memory of a process in bytes."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 

@@ -106,6 +106,11 @@ class ProcessGang:
         addresses = await in_threads([rank.start for rank in self._ranks])
         return members_of(self.plan, addresses)
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Return the processes of all ranks, in rank order."""
+        return [rank.process.pid for rank in self._ranks]
+
     async def end(self) -> None:
         """Let all ranks end by themselves, as they do when they have said all."""
         await in_threads([rank.end for rank in self._ranks])
