@@ -292,13 +292,16 @@ def _token_elements(spec: ModelSpec, tp: int) -> int:
 
 def _block_elements(spec: ModelSpec, tp: int, *, on_gpu: bool) -> int:
     """Count the numbers of the widest product of a block of tokens: gate and up of the MLP beside
-    its normalized input."""
-    shard = tp_shard_of(spec, 0, tp)
-    tokens = GPU_BLOCK_TOKENS if on_gpu else CPU_BLOCK_TOKENS
-    if spec.experts is not None:
-        tokens = min(tokens, EXPERT_BLOCK_TOKENS) if on_gpu else EXPERT_BLOCK_TOKENS
-    widest = max(len(shard.intermediate), len(shard.expert_intermediate))
-    return tokens * (2 * widest + 2 * spec.hidden)
+    its normalized input. One expert may get all tokens."""
+    shard, experts = tp_shard_of(spec, 0, tp), spec.experts
+    counts = []
+    if experts is None or experts.dense_layers:
+        tokens = GPU_BLOCK_TOKENS if on_gpu else CPU_BLOCK_TOKENS
+        counts.append(tokens * (2 * len(shard.intermediate) + 2 * spec.hidden))
+    if experts is not None:
+        widest = max(len(shard.expert_intermediate), len(shard.shared_intermediate))
+        counts.append(EXPERT_BLOCK_TOKENS * (2 * widest + 2 * spec.hidden))
+    return max(counts)
 
 
 def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:

@@ -64,6 +64,21 @@ def test_bytes_on_a_gpu_are_torchs_own(family: str, tp: int, tmp_path: Path) -> 
     assert need.kv_cache == pool.k.nbytes + pool.v.nbytes
 
 
+@pytest.mark.parametrize(("family", "counts"), [("qwen3_moe", False), ("glm4_moe", True)])
+def test_the_width_of_dense_layers_counts_where_there_are_some(
+    family: str, counts: bool, tmp_path: Path
+) -> None:
+    """The second family's first layer is dense."""
+    narrow, wide = (
+        rank_need(
+            "prefill",
+            settings(make_checkpoint(tmp_path / str(width), family, intermediate_size=width)),
+        ).temporaries
+        for width in (64, 64 * 64)
+    )
+    assert (narrow < wide) == counts
+
+
 @given(
     gib=st.integers(4, 500),
     share=st.floats(0.3, 1),
