@@ -154,7 +154,9 @@ class IterationCost:
         context: int,
         gap_ns: int,
     ) -> Jump:
-        """Return a jump of one iteration that may also compute prompt chunks.
+        """Return a jump that begins with an iteration which may also compute prompt chunks.
+
+        Without chunks the iterations after it grow with the context.
 
         Args:
             start_ns: begin of the iteration.
@@ -173,14 +175,15 @@ class IterationCost:
             rows[member.master] += 1
             far += member.further_holders
             batch += 1
-        busiest = self.busiest(rows)
+        busiest, growth = self.busiest(rows), 0
         if by_master:
             assert self.hybrid is not None, "piggybacked prefill without a hybrid cost"
             took = self.hybrid.predict_fixed(by_master.values(), busiest, context)
         else:
             took = self.decode.predict_fixed(busiest, context)
+            growth = self.decode.regime(busiest).b * batch
         first = took + self.exchanges(far) + (gap_ns << FRACTION_BITS)
-        return Jump(start_ns=start_ns, batch=batch, first=first, growth=0)
+        return Jump(start_ns=start_ns, batch=batch, first=first, growth=growth)
 
 
 CostOf = Callable[[tuple[int, ...]], IterationCost]

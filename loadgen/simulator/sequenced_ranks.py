@@ -4,14 +4,20 @@ Steps and the decode batch share these ranks. The state machine that orders real
 (`protocols.sequencer`) decides who computes when. Its log is executed here: each entry runs when it
 is at the head of the queues of all its ranks. Entries and reports arrive without delay. Members
 that share no instance are iterated independently, in groups of their own.
+
+While nothing disturbs a group, its grants follow each other without end, so it jumps over many of
+them at once (`_GrantRun`). What disturbs it stops the jump, and leaves the log's state as single
+grants would have.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from csps.configurator.costs.latency import FRACTION_BITS
 from csps.loadgen.simulator.decode_batch import (
     CostOf,
     IterationEnds,
@@ -22,7 +28,7 @@ from csps.loadgen.simulator.decode_batch import (
 )
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import EventTimeline
-from csps.protocols.sequencer.decode_batches import chunk_lengths
+from csps.protocols.sequencer.decode_batches import GRANTS, chunk_lengths
 from csps.protocols.sequencer.log_entries import (
     Abort,
     Change,
@@ -41,6 +47,8 @@ Compute = Callable[[Sequence[int], int, Callable[[], None]], None]
 BATCH, OWNER = 0, 0
 YIELD_POINT_NS = 2_000_000
 """Least time between two yield points of a step, about a block of a layer."""
+LONGEST_RUN = 128
+"""Iterations computed ahead of time. What stops a group sooner makes the rest useless."""
 QUANTUM_YIELD_POINTS = 64
 """Most yield points per quantum. Long quanta have no finer ones, because no step pauses there."""
 
@@ -61,10 +69,24 @@ class _Grant:
     """A multi-step decode grant under way."""
 
     work: _QueuedEntry
-    op: Iterate
-    began_ns: int
     members: dict[int, SimulatedMember]
-    finished: list[int]
+    began_ns: int
+    finished: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _GrantRun:
+    """Iterations of consecutive grants of a group that nothing disturbs."""
+
+    grant: _Grant
+    """The grant under way at their begin."""
+    left: int
+    """Its iterations that were left then."""
+    batch_members: list[SimulatedMember]
+    jump: Jump
+    ends: list[int]
+    """End of each iteration."""
+    stopped: bool = False
 
 
 class SequencedRanks:
@@ -80,7 +102,8 @@ class SequencedRanks:
         finished: called with each member at the end of the iteration of its last token.
         started: called with each piggybacked member when its first chunk begins.
         prefilled: called with each piggybacked member after its first token.
-        sampled: called with the members that an iteration sampled tokens for.
+        sampled: called with the members that an iteration sampled tokens for. None: nobody wants
+            to know, so that groups may jump over iterations.
     """
 
     def __init__(
@@ -95,10 +118,11 @@ class SequencedRanks:
         finished: Callable[[SimulatedMember], None],
         started: Callable[[SimulatedMember], None] = lambda _: None,
         prefilled: Callable[[SimulatedMember], None] = lambda _: None,
-        sampled: Callable[[list[SimulatedMember]], None] = lambda _: None,
+        sampled: Callable[[list[SimulatedMember]], None] | None = None,
     ) -> None:
         self._timeline, self._cost, self._gap_ns = timeline, cost, gap_ns
         self._compute = compute or self._alone
+        self._may_jump = compute is None and sampled is None
         self._finished, self._started = finished, started
         self._prefilled, self._sampled = prefilled, sampled
         self._yield_point_ns = max(YIELD_POINT_NS, quantum_ns // QUANTUM_YIELD_POINTS)
@@ -117,6 +141,10 @@ class SequencedRanks:
         self._leaving: dict[int, tuple[SimulatedMember, Callable[[], None]]] = {}
         self._budget = 0
         self._awake = False
+        self._steps_on = [0] * instances
+        """Steps on each rank that are not over."""
+        self._runs: list[_GrantRun | None] = [None] * instances
+        """The run of each rank's group."""
         self._changed: set[int] = set()
         """Ranks whose next entry may have changed since they were looked at."""
         self.log = IterationLog()
@@ -128,8 +156,12 @@ class SequencedRanks:
 
     def submit(self, task: SimulatedStep) -> None:
         """Queue a step whose slots are taken."""
+        # A move changes the batch, which concerns all its groups.
+        self._stop_runs(self._all if task.places else task.members)
         self._steps += 1
         self._tasks[self._steps] = task
+        for rank in task.members:
+            self._steps_on[rank] += 1
         self._sequencer.submit(
             StepSpec(
                 id=self._steps,
@@ -147,6 +179,7 @@ class SequencedRanks:
 
     def cancel_step(self, task: SimulatedStep) -> None:
         """Cancel a step; `ended` is called when all its members know."""
+        self._stop_runs(self._all)
         for sequence in task.sequences:
             self._sequencer.cancel(sequence)
         self._wake()
@@ -155,6 +188,7 @@ class SequencedRanks:
 
     def join(self, member: SimulatedMember) -> None:
         """Decode a sequence from one of the next grants on."""
+        self._stop_runs(self._all)
         self._known[member.sequence] = member
         self._sequencer.join(BATCH, member.sequence, 0, OWNER, ranks=member.ranks)
         self._wake()
@@ -166,6 +200,7 @@ class SequencedRanks:
 
     def leave(self, sequence: int, left: Callable[[], None]) -> None:
         """Remove a sequence, if present; call `left` when no rank iterates it any more."""
+        self._stop_runs(self._all)
         member = self._known.pop(sequence, None)
         self._sequencer.cancel(sequence)
         self._wake()
@@ -176,11 +211,13 @@ class SequencedRanks:
 
     def generated_by(self, member: SimulatedMember) -> int:
         """Return the tokens that a member has generated in decode iterations."""
+        self._stop_runs(member.ranks or self._all)
         return len(member.ends)
 
     @property
     def decoded_tokens(self) -> int:
         """Return the tokens generated in all iterations, without first tokens of prompts."""
+        self._stop_runs(self._all)
         return self.log.tokens()
 
     def ends_of(self, member: SimulatedMember, tokens: int) -> list[IterationEnds]:
@@ -202,8 +239,11 @@ class SequencedRanks:
                 self._logged.update((sequence, None) for sequence, _ in entry.op.joined)
             work = _QueuedEntry(entry, ranks)
             for rank in ranks:
-                self._queues[rank].append(work)
-            self._changed.update(ranks)
+                if self._runs[rank] is None:
+                    self._queues[rank].append(work)
+                    self._changed.add(rank)
+                else:
+                    self._note(work, rank)
         while self._changed:
             rank = min(self._changed)
             self._changed.discard(rank)
@@ -241,14 +281,20 @@ class SequencedRanks:
                     if (member.ranks or self._all)[0] in group
                     and group.issuperset(member.ranks or self._all)
                 }
-                self._iterate(
-                    _Grant(work, op, self._timeline.now_ns, batch_members, []), op.iterations
-                )
+                self._iterate(_Grant(work, batch_members, self._timeline.now_ns), op.iterations)
                 return False
             case Abort(step):
                 self._over(step)
         self._executed(work)
         return True
+
+    def _note(self, work: _QueuedEntry, rank: int) -> None:
+        """Execute an entry that concerns other groups than that of a rank, which is in a run."""
+        match work.entry.op:
+            case Change() as change:
+                self._change(work, change, rank)
+            case op:
+                assert isinstance(op, PlaceSequence), f"{op} on a rank whose group is in a run"
 
     def _executed(self, work: _QueuedEntry) -> None:
         for rank in work.ranks:
@@ -300,6 +346,8 @@ class SequencedRanks:
 
     def _over(self, step: int) -> None:
         task = self._tasks.pop(step)
+        for rank in task.members:
+            self._steps_on[rank] -= 1
         task.over = True
         task.ended()
 
@@ -356,11 +404,64 @@ class SequencedRanks:
         now_ns = self._timeline.now_ns
         cost = self._cost(grant.work.ranks)
         jump = cost.with_chunks(now_ns, chunks, decoding, context, self._gap_ns)
+        if not chunks and self._nothing_disturbs(grant, batch_members):
+            self._begin_run(_GrantRun(grant, left, decoding, jump, []))
+            return
         self._compute(
             grant.work.ranks,
             jump.end_ns(1) - now_ns,
             lambda: self._iterated(grant, left - 1, jump, decoding, chunks),
         )
+
+    def _nothing_disturbs(self, grant: _Grant, batch_members: list[SimulatedMember]) -> bool:
+        """Return whether the group's next grants follow each other until a member finishes."""
+        if not self._may_jump or grant.finished:
+            return False
+        for rank in grant.work.ranks:
+            queue = self._queues[rank]
+            if self._steps_on[rank] or len(queue) != GRANTS:
+                return False
+            if not isinstance(queue[1].entry.op, Iterate):
+                return False
+        return self._sequencer.settled(BATCH) and not any(
+            member.prefills for member in batch_members
+        )
+
+    def _begin_run(self, run: _GrantRun) -> None:
+        iterations = min(member.tokens - len(member.ends) for member in run.batch_members)
+        end_ns, next_ns = run.jump.start_ns, run.jump.first
+        for _ in range(min(iterations, LONGEST_RUN)):
+            end_ns += next_ns >> FRACTION_BITS  # each iteration begins at a whole nanosecond
+            next_ns += run.jump.growth
+            run.ends.append(end_ns)
+        for rank in run.grant.work.ranks:
+            self._runs[rank] = run
+        self._timeline.at(end_ns, lambda: None if run.stopped else self._settle(run, -1)())
+
+    def _stop_runs(self, ranks: Sequence[int]) -> None:
+        """Stop the runs of some ranks' groups, whose iterations under way end as they would."""
+        for rank in ranks:
+            if (run := self._runs[rank]) is not None:
+                last = len(run.ends) - 1
+                under_way = min(bisect_right(run.ends, self._timeline.now_ns), last)
+                self._timeline.at(run.ends[under_way], self._settle(run, under_way))
+
+    def _settle(self, run: _GrantRun, under_way: int) -> Callable[[], None]:
+        """End a run; return what has to be called at the end of its iteration under way."""
+        run.stopped = True
+        grant, left, ends = run.grant, run.left, run.ends[:under_way]
+        for rank in grant.work.ranks:
+            self._runs[rank] = None
+        if ends:
+            for member in run.batch_members:
+                member.ends.extend(ends)
+            self.log.add(run.jump, len(ends))
+            following = self._queues[grant.work.ranks[0]][1]
+            seqs = grant.work.entry.seq, following.entry.seq
+            began_ns, left, op = self._sequencer.repeat(BATCH, seqs, grant.began_ns, left, ends)
+            following.entry = LogEntry(following.entry.seq, op)
+            grant = _Grant(grant.work, grant.members, began_ns, grant.finished)
+        return lambda: self._iterated(grant, left - 1, run.jump, run.batch_members, [])
 
     def _fill(self, batch_members: list[SimulatedMember]) -> list[tuple[SimulatedMember, int]]:
         """Return the prompt chunks of the next iteration."""
@@ -384,7 +485,8 @@ class SequencedRanks:
             if not member.prefills:
                 member.joined = 0
                 first.append(member)
-        self._sampled([*decoding, *first])
+        if self._sampled is not None:
+            self._sampled([*decoding, *first])
         for member in first:
             self._prefilled(member)
             if not member.tokens:

@@ -96,6 +96,16 @@ class DecodeGrant:
     longest_ns: int = 0
 
 
+def iterations_of(iteration_ns: int) -> int:
+    """Return the iterations of a long grant; an iteration's time is 0 before the first one."""
+    return max(1, min(GRANT_ITERATIONS, GRANT_NS // iteration_ns)) if iteration_ns else 1
+
+
+def averaged(before_ns: int, latest_ns: int) -> int:
+    """Return the average time of an iteration after one more grant."""
+    return (3 * before_ns + latest_ns) // 4 if before_ns else latest_ns
+
+
 @dataclass(slots=True, eq=False)
 class GrantGroup:
     """Ranks that iterate together, for sequences that need no other rank."""
@@ -115,10 +125,7 @@ class GrantGroup:
 
     def long_grant(self) -> int:
         """Return the iterations of a grant for which no step waits."""
-        iteration_ns = max(self.batch.iteration_ns[rank] for rank in self.ranks)
-        if not iteration_ns:
-            return 1
-        return max(1, min(GRANT_ITERATIONS, GRANT_NS // iteration_ns))
+        return iterations_of(max(self.batch.iteration_ns[rank] for rank in self.ranks))
 
 
 @dataclass(slots=True, eq=False)
@@ -171,11 +178,15 @@ class SequencedBatch:
             tuple(master for master in self.masters if master in group.ranks) or group.ranks[:1]
         )
         self.grants[seq] = DecodeGrant(iterations, group.ranks, masters, len(masters))
-        if len(group.ranks) < len(self.ranks) and self._piggybacks(group):
-            self.iterated[group.ranks] = self.iterated.get(group.ranks, 0) + iterations
+        self._count_piggybacked(group, iterations)
         for rank in group.ranks:
             self.served[rank] = seq
             self.outstanding[rank] += 1
+
+    def _count_piggybacked(self, group: GrantGroup, iterations: int) -> None:
+        """Count iterations that the other ranks have to be told of."""
+        if iterations and len(group.ranks) < len(self.ranks) and self._piggybacks(group):
+            self.iterated[group.ranks] = self.iterated.get(group.ranks, 0) + iterations
 
     def _piggybacks(self, group: GrantGroup) -> bool:
         ranks = set(group.ranks)
@@ -197,8 +208,38 @@ class SequencedBatch:
             latest = max(1, grant.longest_ns // grant.iterations)
             for rank in grant.ranks:
                 self.outstanding[rank] -= 1
-                before = self.iteration_ns[rank]
-                self.iteration_ns[rank] = (3 * before + latest) // 4 if before else latest
+                self.iteration_ns[rank] = averaged(self.iteration_ns[rank], latest)
+
+    def repeat(
+        self, seqs: tuple[int, int], began_ns: int, left: int, ends: Sequence[int]
+    ) -> tuple[int, int]:
+        """Record that a group has executed its outstanding grants and those that follow.
+
+        The two that are outstanding then keep the numbers of these.
+
+        Args:
+            seqs: numbers of the grant under way and of the next one.
+            began_ns: begin of the grant under way.
+            left: iterations of it that were left before the first of `ends`.
+            ends: end of each iteration.
+
+        Returns:
+            Begin of the grant that is under way after the last iteration, and its iterations left.
+        """
+        current, following = (self.grants[seq] for seq in seqs)
+        ranks, done, granted = current.ranks, 0, 0
+        averages = [self.iteration_ns[rank] for rank in ranks]
+        while done + left <= len(ends):
+            done += left
+            latest = max(1, (ends[done - 1] - began_ns) // current.iterations)
+            averages = [averaged(before, latest) for before in averages]
+            began_ns, left = ends[done - 1], following.iterations
+            current.iterations = following.iterations
+            following.iterations = iterations_of(max(averages))
+            granted += following.iterations
+        self.iteration_ns.update(zip(ranks, averages, strict=True))
+        self._count_piggybacked(self.group_of[ranks[0]], granted)
+        return began_ns, left - (len(ends) - done)
 
     def count(self, ranks: tuple[int, ...], change: int) -> None:
         """Record that a member which needs these ranks has joined (+1) or left (-1)."""

@@ -14,6 +14,8 @@ in the log already, so the reports will come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from csps.protocols.core.errors import ProtocolError
 from csps.protocols.core.placement import Span
 from csps.protocols.sequencer.decode_batches import (
@@ -278,6 +280,31 @@ class Sequencer:
             if self._batches.finish(iterating, sequence, seq):
                 self._end_moves(sequence)
 
+    def settled(self, batch: int) -> bool:
+        """Return True if the log has all sequences that joined or left a batch."""
+        iterating = self._batches.get(batch)
+        return iterating is not None and not iterating.changed
+
+    def repeat(
+        self, batch: int, seqs: tuple[int, int], began_ns: int, left: int, ends: Sequence[int]
+    ) -> tuple[int, int, Iterate]:
+        """Record grants that a group executed without asking for each (`SequencedBatch.repeat`).
+
+        Nothing may have disturbed it: no step wanted its ranks and no sequence joined or left.
+
+        Returns:
+            Begin of the grant under way, its iterations left, and the next grant.
+        """
+        iterating = self._batches.get(batch)
+        assert iterating is not None, f"there is no batch {batch}"
+        began_ns, left = iterating.repeat(seqs, began_ns, left, ends)
+        following = iterating.grants[seqs[1]]
+        return began_ns, left, self._iterate(iterating, following.ranks, following.iterations)
+
+    def _iterate(self, batch: SequencedBatch, ranks: tuple[int, ...], iterations: int) -> Iterate:
+        members = ranks if len(ranks) < len(batch.ranks) else ()
+        return Iterate(batch.id, batch.version, iterations, members)
+
     def _end_moves(self, sequence: int) -> None:
         """Abort the steps that move the KV of a sequence which has left."""
         for step in self._steps.of_sequence(sequence):
@@ -404,8 +431,7 @@ class Sequencer:
         batch = group.batch
         if batch.changed:
             self._change(batch)
-        members = group.ranks if len(group.ranks) < len(batch.ranks) else ()
-        op = Iterate(batch.id, batch.version, iterations, members)
+        op = self._iterate(batch, group.ranks, iterations)
         batch.grant(self._append(op, group.ranks), iterations, group)
         return True
 
