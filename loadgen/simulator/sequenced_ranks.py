@@ -5,9 +5,9 @@ Steps and the decode batch share these ranks. The state machine that orders real
 is at the head of the queues of all its ranks. Entries and reports arrive without delay. Members
 that share no instance are iterated independently, in groups of their own.
 
-While nothing disturbs a group, its grants follow each other without end, so it jumps over many of
-them at once (`_GrantRun`). What disturbs it stops the jump, and leaves the log's state as single
-grants would have.
+While nothing disturbs a group, its grants follow each other without end, and so do the quanta of a
+step that is alone on its ranks. Many of them are executed at once then (`_GrantRun`, `_StepRun`).
+What disturbs them stops such a run, and finds the state that single entries would have left.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from csps.protocols.sequencer.log_entries import (
     PlaceSequence,
     RunQuantum,
 )
-from csps.protocols.sequencer.sequencer import Sequencer
+from csps.protocols.sequencer.sequencer import MOST_QUANTA, Sequencer
 from csps.protocols.sequencer.steps import StepSpec
 
 Compute = Callable[[Sequence[int], int, Callable[[], None]], None]
@@ -87,6 +87,25 @@ class _GrantRun:
     ends: list[int]
     """End of each iteration."""
     stopped: bool = False
+
+    @property
+    def end_ns(self) -> int:
+        return self.ends[-1]
+
+
+@dataclass(eq=False, slots=True)
+class _StepRun:
+    """The quanta that are left of a step which is alone on its ranks."""
+
+    work: _QueuedEntry
+    """The quantum under way at their begin."""
+    task: SimulatedStep
+    began_ns: int
+    stopped: bool = False
+
+    @property
+    def end_ns(self) -> int:
+        return self.began_ns + self.task.work_ns - self.task.done_ns
 
 
 class SequencedRanks:
@@ -143,8 +162,8 @@ class SequencedRanks:
         self._awake = False
         self._steps_on = [0] * instances
         """Steps on each rank that are not over."""
-        self._runs: list[_GrantRun | None] = [None] * instances
-        """The run of each rank's group."""
+        self._runs: list[_GrantRun | _StepRun | None] = [None] * instances
+        """The run of each rank's group or step."""
         self._changed: set[int] = set()
         """Ranks whose next entry may have changed since they were looked at."""
         self.log = IterationLog()
@@ -289,12 +308,12 @@ class SequencedRanks:
         return True
 
     def _note(self, work: _QueuedEntry, rank: int) -> None:
-        """Execute an entry that concerns other groups than that of a rank, which is in a run."""
+        """Execute an entry that does not concern a rank's run."""
         match work.entry.op:
             case Change() as change:
                 self._change(work, change, rank)
             case op:
-                assert isinstance(op, PlaceSequence), f"{op} on a rank whose group is in a run"
+                assert isinstance(op, PlaceSequence), f"{op} on a rank that is in a run"
 
     def _executed(self, work: _QueuedEntry) -> None:
         for rank in work.ranks:
@@ -307,12 +326,29 @@ class SequencedRanks:
             task.started_ns = self._timeline.now_ns
             task.begin()
         began_ns = self._timeline.now_ns
+        if self._is_alone(work, task):
+            self._enter(_StepRun(work, task, began_ns), work.ranks)
+            return
         until_ns = task.work_ns * run.until // self._yield_points(task)
         self._compute(
             work.ranks,
             until_ns - task.done_ns,
             lambda: self._ran(work, run, task, until_ns, self._timeline.now_ns - began_ns),
         )
+
+    def _is_alone(self, work: _QueuedEntry, task: SimulatedStep) -> bool:
+        """Return whether the step's next quanta follow each other until it ends."""
+        if not self._may_jump:
+            return False
+        for rank in work.ranks:
+            queue = self._queues[rank]
+            # The next quantum is given before this one begins, unless something else may run.
+            if self._steps_on[rank] > 1 or len(queue) != MOST_QUANTA:
+                return False
+            following = queue[1].entry.op
+            if not isinstance(following, RunQuantum) or self._tasks[following.step] is not task:
+                return False
+        return not self._sequencer.iterates(BATCH, work.ranks)
 
     def _alone(self, _instances: Sequence[int], work_ns: int, done: Callable[[], None]) -> None:
         self._timeline.at(self._timeline.now_ns + work_ns, done)
@@ -434,24 +470,54 @@ class SequencedRanks:
             end_ns += next_ns >> FRACTION_BITS  # each iteration begins at a whole nanosecond
             next_ns += run.jump.growth
             run.ends.append(end_ns)
-        for rank in run.grant.work.ranks:
+        self._enter(run, run.grant.work.ranks)
+
+    # --- runs ---
+
+    def _enter(self, run: _GrantRun | _StepRun, ranks: Sequence[int]) -> None:
+        for rank in ranks:
             self._runs[rank] = run
-        self._timeline.at(end_ns, lambda: None if run.stopped else self._settle(run, -1)())
+        self._timeline.at(run.end_ns, lambda: None if run.stopped else self._settle(run)[1]())
 
     def _stop_runs(self, ranks: Sequence[int]) -> None:
-        """Stop the runs of some ranks' groups, whose iterations under way end as they would."""
+        """Stop the runs of some ranks. What is under way on them ends as it would."""
         for rank in ranks:
             if (run := self._runs[rank]) is not None:
-                last = len(run.ends) - 1
-                under_way = min(bisect_right(run.ends, self._timeline.now_ns), last)
-                self._timeline.at(run.ends[under_way], self._settle(run, under_way))
+                self._timeline.at(*self._settle(run))
 
-    def _settle(self, run: _GrantRun, under_way: int) -> Callable[[], None]:
-        """End a run; return what has to be called at the end of its iteration under way."""
+    def _settle(self, run: _GrantRun | _StepRun) -> tuple[int, Callable[[], None]]:
+        """End a run; return when its iteration or quantum under way ends, and what to call then."""
         run.stopped = True
-        grant, left, ends = run.grant, run.left, run.ends[:under_way]
-        for rank in grant.work.ranks:
+        work = run.work if isinstance(run, _StepRun) else run.grant.work
+        for rank in work.ranks:
             self._runs[rank] = None
+        return self._settle_step(run) if isinstance(run, _StepRun) else self._settle_grants(run)
+
+    def _settle_step(self, run: _StepRun) -> tuple[int, Callable[[], None]]:
+        task, work, yield_points = run.task, run.work, self._yield_points(run.task)
+        zero_ns = run.began_ns - task.done_ns
+
+        def end_ns(yield_point: int) -> int:
+            return zero_ns + task.work_ns * yield_point // yield_points
+
+        op = work.entry.op
+        assert isinstance(op, RunQuantum)
+        now_ns = self._timeline.now_ns
+        began_ns, quanta = self._sequencer.repeat_quanta(op.step, run.began_ns, end_ns, now_ns)
+        queues = [self._queues[rank] for rank in work.ranks]
+        if len(quanta) == 1:
+            for queue in queues:
+                del queue[1]
+        for entry, quantum in zip(queues[0], quanta, strict=True):
+            entry.entry = LogEntry(entry.entry.seq, quantum)
+        task.done_ns = began_ns - zero_ns
+        until_ns = end_ns(quanta[0].until) - zero_ns
+        took_ns = until_ns - task.done_ns
+        return began_ns + took_ns, lambda: self._ran(work, quanta[0], task, until_ns, took_ns)
+
+    def _settle_grants(self, run: _GrantRun) -> tuple[int, Callable[[], None]]:
+        under_way = min(bisect_right(run.ends, self._timeline.now_ns), len(run.ends) - 1)
+        grant, left, ends = run.grant, run.left, run.ends[:under_way]
         if ends:
             for member in run.batch_members:
                 member.ends.extend(ends)
@@ -461,7 +527,13 @@ class SequencedRanks:
             began_ns, left, op = self._sequencer.repeat(BATCH, seqs, grant.began_ns, left, ends)
             following.entry = LogEntry(following.entry.seq, op)
             grant = _Grant(grant.work, grant.members, began_ns, grant.finished)
-        return lambda: self._iterated(grant, left - 1, run.jump, run.batch_members, [])
+
+        def iterated() -> None:
+            self._iterated(grant, left - 1, run.jump, run.batch_members, [])
+
+        return run.ends[under_way], iterated
+
+    # --- chunks ---
 
     def _fill(self, batch_members: list[SimulatedMember]) -> list[tuple[SimulatedMember, int]]:
         """Return the prompt chunks of the next iteration."""

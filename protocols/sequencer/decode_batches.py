@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 
@@ -227,18 +228,23 @@ class SequencedBatch:
             Begin of the grant that is under way after the last iteration, and its iterations left.
         """
         current, following = (self.grants[seq] for seq in seqs)
-        ranks, done, granted = current.ranks, 0, 0
-        averages = [self.iteration_ns[rank] for rank in ranks]
+        slowest_ns = max(self.iteration_ns[rank] for rank in current.ranks)
+        iterations, more = current.iterations, following.iterations
+        done = granted = 0
+        measured: list[int] = []
         while done + left <= len(ends):
             done += left
-            latest = max(1, (ends[done - 1] - began_ns) // current.iterations)
-            averages = [averaged(before, latest) for before in averages]
-            began_ns, left = ends[done - 1], following.iterations
-            current.iterations = following.iterations
-            following.iterations = iterations_of(max(averages))
-            granted += following.iterations
-        self.iteration_ns.update(zip(ranks, averages, strict=True))
-        self._count_piggybacked(self.group_of[ranks[0]], granted)
+            latest = max(1, (ends[done - 1] - began_ns) // iterations)
+            measured.append(latest)
+            slowest_ns = averaged(slowest_ns, latest)  # stays the largest average
+            began_ns = ends[done - 1]
+            iterations = left = more
+            more = iterations_of(slowest_ns)
+            granted += more
+        current.iterations, following.iterations = iterations, more
+        for rank in current.ranks:
+            self.iteration_ns[rank] = reduce(averaged, measured, self.iteration_ns[rank])
+        self._count_piggybacked(self.group_of[current.ranks[0]], granted)
         return began_ns, left - (len(ends) - done)
 
     def count(self, ranks: tuple[int, ...], change: int) -> None:

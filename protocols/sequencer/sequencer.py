@@ -14,7 +14,8 @@ in the log already, so the reports will come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from csps.protocols.core.errors import ProtocolError
 from csps.protocols.core.placement import Span
@@ -41,7 +42,7 @@ from csps.protocols.sequencer.log_entries import (
     RunQuantum,
     Shutdown,
 )
-from csps.protocols.sequencer.steps import Quantum, SequencedStep, SequencedSteps, StepSpec
+from csps.protocols.sequencer.steps import SequencedStep, SequencedSteps, StepSpec
 
 MOST_QUANTA = 2
 """Quanta of a step that may be outstanding."""
@@ -249,9 +250,7 @@ class Sequencer:
         quantum = running.outstanding[0]
         if quantum.seq != seq or yield_point > running.task.yield_points:
             raise ProtocolError(f"rank {rank} reports entry {seq} of step {step} out of order")
-        running.outstanding.popleft()
-        running.ran_yield_points += quantum.yield_points
-        running.ran_ns += nanoseconds
+        running.end_quantum(nanoseconds)
         if quantum.until == running.task.yield_points:
             self._measured(running)
             self._steps.remove(running)
@@ -284,6 +283,43 @@ class Sequencer:
         """Return True if the log has all sequences that joined or left a batch."""
         iterating = self._batches.get(batch)
         return iterating is not None and not iterating.changed
+
+    def iterates(self, batch: int, ranks: Iterable[int]) -> bool:
+        """Return True if a batch has a group on some of the ranks."""
+        iterating = self._batches.get(batch)
+        return iterating is not None and not iterating.group_of.keys().isdisjoint(ranks)
+
+    def repeat_quanta(
+        self, step: int, began_ns: int, end_ns: Callable[[int], int], now_ns: int
+    ) -> tuple[int, tuple[RunQuantum, ...]]:
+        """Record quanta that a step executed without asking for each, all but the last one.
+
+        Nothing may have disturbed it: no batch and no other step wanted its ranks.
+
+        Args:
+            began_ns: begin of the oldest outstanding quantum.
+            end_ns: returns when the step reaches a yield point.
+            now_ns: the quantum that ends after this, if any, is under way.
+
+        Returns:
+            Begin of the quantum under way, and the outstanding quanta.
+        """
+        running = self._steps.get(step)
+        assert running is not None, f"there is no step {step}"
+        seqs = [quantum.seq for quantum in running.outstanding]
+        while (quantum := running.outstanding[0]).until < running.task.yield_points:
+            ended_ns = end_ns(quantum.until)
+            if ended_ns > now_ns:
+                break
+            running.end_quantum(ended_ns - began_ns)
+            began_ns = ended_ns
+            if not running.ending:
+                running.begin_quantum(0, running.next_until(self._quantum_ns))
+        running.outstanding = deque(
+            quantum._replace(seq=seq)
+            for seq, quantum in zip(seqs, running.outstanding, strict=False)
+        )
+        return began_ns, tuple(RunQuantum(step, each.until) for each in running.outstanding)
 
     def repeat(
         self, batch: int, seqs: tuple[int, int], began_ns: int, left: int, ends: Sequence[int]
@@ -402,9 +438,7 @@ class Sequencer:
         )
         newly_cancelled, step.newly_cancelled = tuple(step.newly_cancelled), []
         seq = self._append(RunQuantum(step.task.id, until, newly_cancelled), step.task.ranks)
-        step.size = until - step.until
-        step.outstanding.append(Quantum(seq, until, step.size))
-        step.until = until
+        step.begin_quantum(seq, until)
         self._order.ran(step, seq)
         if step.ending and step.task.places:
             (moved,) = step.task.sequences

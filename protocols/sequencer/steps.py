@@ -87,6 +87,17 @@ class SequencedStep:
         """True if its last quantum is in the log."""
         return self.until == self.task.yield_points
 
+    def begin_quantum(self, seq: int, until: int) -> None:
+        """Record that a log entry lets it run up to a yield point."""
+        self.size = until - self.until
+        self.outstanding.append(Quantum(seq, until, self.size))
+        self.until = until
+
+    def end_quantum(self, nanoseconds: int) -> None:
+        """Record that its oldest outstanding quantum has run."""
+        self.ran_yield_points += self.outstanding.popleft().yield_points
+        self.ran_ns += nanoseconds
+
     def next_until(self, quantum_ns: int) -> int:
         """Return the yield point that ends its next quantum of about `quantum_ns`."""
         left = self.task.yield_points - self.until
