@@ -14,8 +14,9 @@ the group with most free slots. Its decoding sequences pause meanwhile, and have
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from functools import cached_property
 
 from csps.protocols.core.placement import KvSlice, bounds_of, level_sizes, place, striped, tokens_on
 from csps.services.scheduling.deciding.decisions import (
@@ -56,12 +57,16 @@ class ElasticGang:
         self._sequences: dict[InstanceId, list[Sequence]] = {
             instance.id: [] for instance in gang.instances
         }
+        self._orders = {instance.id: n for n, instance in enumerate(gang.instances)}
+        self._instances_of = {
+            sequence.id: instances_of(sequence) for sequence in gang.decoding.values()
+        }
         joined = [sequence for sequence in gang.decoding.values() if sequence.joined_ns is not None]
         groups: list[tuple[set[InstanceId], list[Sequence]]] = []
         for sequence in gang.decoding.values():
             self._sequences[sequence.master_id].append(sequence)
         for sequence in joined:
-            instances, sequences = instances_of(sequence), [sequence]
+            instances, sequences = self._instances_of[sequence.id], [sequence]
             disjoint = []
             for members, others in groups:
                 if members.isdisjoint(instances):
@@ -111,18 +116,14 @@ class ElasticGang:
         """Number of sequences that each instance samples, or will sample."""
         return {instance: len(sequences) for instance, sequences in self._sequences.items()}
 
-    def elastic(self, instances: Many[InstanceId]) -> tuple[Elastic, ...]:
+    def elastic(self, instances: Iterable[InstanceId]) -> tuple[Elastic, ...]:
         """Return instances as the four steps see them."""
-        return tuple(
-            Elastic(
-                instance.id,
-                instance.order,
-                self.unused[instance.id],
-                instance.capacity - self.unused[instance.id],
-            )
-            for instance in self._gang.instances
-            if instance.id in instances
-        )
+        orders, found = self._orders, []
+        for order in sorted({orders[each] for each in instances if each in orders}):
+            instance = self._gang.instances[order]
+            unused = self.unused[instance.id]
+            found.append(Elastic(instance.id, instance.order, unused, instance.capacity - unused))
+        return tuple(found)
 
     @property
     def all(self) -> tuple[Elastic, ...]:
@@ -146,19 +147,19 @@ class ElasticGang:
         iteration_ns = self._batch_ns(len(chosen), sequences)
         return stepped_ns + self._options.decode_iterations * iteration_ns
 
-    @property
-    def busy(self) -> set[InstanceId]:
+    @cached_property
+    def busy(self) -> frozenset[InstanceId]:
         """Instances that prefill, or whose KV moves."""
         moving = [sequence for sequence in self.sequences if sequence.is_moving]
-        return {instance.id for instance in self._gang.instances if instance.steps}.union(
-            *(instances_of(sequence) for sequence in moving)
+        return frozenset(instance.id for instance in self._gang.instances if instance.steps).union(
+            *(self._instances_of[sequence.id] for sequence in moving)
         )
 
     @property
     def idle(self) -> tuple[Elastic, ...]:
         """Instances that neither prefill nor decode."""
         taken = self.busy.union(*(members for members, _ in self._groups))
-        taken = taken.union(*(instances_of(sequence) for sequence in self.sequences))
+        taken = taken.union(*self._instances_of.values())
         return self.elastic(
             [instance.id for instance in self._gang.instances if instance.id not in taken]
         )
@@ -169,23 +170,27 @@ class ElasticGang:
 
         A sequence that reads cached KV of others cannot move.
         """
+        slots = self._movable_slots
+        return tuple(
+            instance
+            for instance in self.elastic(slots)
+            if instance.used and instance.used == slots[instance.id]
+        )
+
+    @cached_property
+    def _movable_slots(self) -> dict[InstanceId, int]:
+        """Slots of sequences that can move, by instance; of none, where another one cannot."""
         slots: dict[InstanceId, int] = {}
-        busy = self.busy
+        busy = set(self.busy)
         for sequence in self.sequences:
             if sequence.joined_ns is None or any(kv_slice.source for kv_slice in sequence.slices):
-                busy |= instances_of(sequence)
+                busy |= self._instances_of[sequence.id]
                 continue
             start, stop = sequence.answer_span
             answer = sequence.answer or (KvSlice(sequence.master_id, start, stop),)
             for kv_slice in (*sequence.slices, *answer):
                 slots[kv_slice.instance] = slots.get(kv_slice.instance, 0) + kv_slice.tokens
-        return tuple(
-            instance
-            for instance in self.all
-            if instance.id not in busy
-            and instance.used
-            and instance.used == slots.get(instance.id, 0)
-        )
+        return {instance: n for instance, n in slots.items() if instance not in busy}
 
     @property
     def sequences(self) -> list[Sequence]:
