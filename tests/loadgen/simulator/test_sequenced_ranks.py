@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from single_group_scheduler import SingleGroupScheduler, cluster
+from small_cluster import cluster as elastic_cluster
+from small_cluster import options_of
 
 from csps.configurator.costs.latency import DecodeCost, HybridCost, LinearDecodeCost, StepCost
+from csps.loadgen.simulator import decode_gang
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
-from csps.loadgen.simulator.decode_batch import IterationCost, SimulatedMember
+from csps.loadgen.simulator.decode_batch import IterationCost, Jump, SimulatedMember
 from csps.loadgen.simulator.kernel import Abandoned, GangFault, Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.sequenced_ranks import YIELD_POINT_NS, SequencedRanks
+from csps.loadgen.simulator.simulate import scheduler_of
 from csps.loadgen.simulator.step_order import SimulatedStep
 from csps.loadgen.simulator.timeline import Cores, EventTimeline
+from csps.services.scheduling.events.limits import ReuseSettings
 
 MS = 1_000_000
 QUANTUM_NS = 50 * MS
@@ -249,3 +256,65 @@ def test_requests_are_recomputed_after_their_elastic_gang_dies() -> None:
     for outcome in found.outcomes:
         if not outcome.error:
             assert len(outcome.token_ns) == outcome.arrival.output_tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "reuse"),
+    [("loongserve", False), ("context_parallel", True), ("chunked_prefill", False)],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_runs_of_grants_and_quanta_change_nothing(
+    policy: str, reuse: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every decision and every token comes at the time of single grants and quanta."""
+    model, rng = elastic_cluster(elastic=True, quantum_ms=20), random.Random(seed)
+    at_ns = 0
+    arrivals = []
+    for _ in range(40):
+        at_ns += round(rng.expovariate(4.0) * 1e9)
+        long = rng.random() < 0.3
+        prompt = rng.randint(20_000, 120_000) if long else rng.randint(16, 4_000)
+        answer = rng.randint(1, 400)
+        arrivals.append(
+            Arrival(at_ns=at_ns, prompt_tokens=prompt, output_tokens=answer, max_tokens=400)
+        )
+    gone = [
+        Abandoned(at_ns=arrivals[index].at_ns + 700_000_000, request=index + 1)
+        for index in range(3, 40, 7)
+    ]
+    faults = [
+        GangFault(at_ns=at_ns // 2, role="elastic"),
+        GangFault(at_ns=at_ns // 2 + 500_000_000, role="elastic", up=True),
+    ]
+    settings = ReuseSettings(enabled=True, max_share=0.5) if reuse else None
+
+    def run() -> tuple[list[str], list[list[int]], int]:
+        rounds: list[str] = []
+
+        def observe(now_ns: int, events: object, commands: object) -> None:
+            rounds.append(f"{now_ns} {events} {commands}")
+
+        scheduler = scheduler_of(model, policy, options_of(policy), settings)
+        simulator = Simulator(
+            scheduler, model, arrivals, faults=faults, abandoned=gone, observer=observe
+        )
+        with monkeypatch.context() as patched:
+            jumps = 0
+            with_chunks = IterationCost.with_chunks
+
+            def counted(*args: Any) -> Jump:
+                nonlocal jumps
+                jumps += 1
+                return with_chunks(*args)
+
+            patched.setattr(IterationCost, "with_chunks", counted)
+            found = simulator.run()
+        return rounds, [outcome.token_ns for outcome in found.outcomes], jumps
+
+    together = run()
+    # Ranks whose every token is wanted execute grants and quanta one by one.
+    watched = partial(SequencedRanks, sampled=lambda _: None)
+    monkeypatch.setattr(decode_gang, "SequencedRanks", watched)
+    single = run()
+    assert together[:2] == single[:2]
+    assert together[2] < single[2] / 2, "hardly any iterations were run together"
