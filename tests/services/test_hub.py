@@ -4,18 +4,15 @@ what is said where neither works.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from huggingface_hub import constants
+from local_hub import COMMIT, LocalHub, local_hub
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helm"))
 
@@ -25,7 +22,6 @@ from csps.protocols.core.errors import ConfigError
 from csps.services.settings.hub import cached_model, is_hub_id
 from csps.services.settings.settings import Settings
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = "some-org/tiny"
 FETCH = """
 import sys
@@ -38,64 +34,12 @@ except CspsError as error:
 """
 
 
-class _Hub(ThreadingHTTPServer):
-    """A Hub with the files of one folder under one name."""
-
-    files: dict[str, bytes]
-    asked: list[str]
-
-
-class _Answer(BaseHTTPRequestHandler):
-    server: _Hub
-
-    def do_GET(self) -> None:
-        path, _, _ = self.path.partition("?")
-        self.server.asked.append(path)
-        if path in (f"/api/models/{MODEL}/revision/{name}" for name in ("main", COMMIT)):
-            self._send(json.dumps({"id": MODEL, "modelId": MODEL, "sha": COMMIT}).encode())
-        elif path == f"/api/models/{MODEL}/tree/{COMMIT}":
-            listed = [
-                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
-                for name, data in self.server.files.items()
-            ]
-            self._send(json.dumps(listed).encode())
-        elif path.startswith(f"/{MODEL}/resolve/{COMMIT}/"):
-            data = self.server.files[path.rpartition(f"{COMMIT}/")[2]]
-            self._send(data, ETag=f'"{_oid(data)}"', **{"X-Repo-Commit": COMMIT})
-        elif path.startswith("/api/models/some-org/gated"):
-            self._send(b"{}", 403, **{"X-Error-Code": "GatedRepo"})
-        else:
-            self._send(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def _send(self, body: bytes, status: int = 200, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def _oid(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
 @pytest.fixture
-def hub(tiny_llama: Path) -> Iterator[_Hub]:
-    server = _Hub(("127.0.0.1", 0), _Answer)
-    server.asked = []
-    server.files = {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
-    server.files |= {"original/consolidated.safetensors": b"twice", "weights.bin": b"pickled"}
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def hub(tiny_llama: Path) -> Iterator[LocalHub]:
+    files = {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
+    files |= {"original/consolidated.safetensors": b"twice", "weights.bin": b"pickled"}
+    with local_hub(MODEL, files) as server:
+        yield server
 
 
 def fetch(name: str, home: Path, endpoint: str, **environment: str) -> str:
@@ -114,7 +58,7 @@ def fetch(name: str, home: Path, endpoint: str, **environment: str) -> str:
 
 
 def test_a_model_is_downloaded_once_and_served_from_the_cache(
-    hub: _Hub, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LocalHub, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -125,7 +69,7 @@ def test_a_model_is_downloaded_once_and_served_from_the_cache(
     ):
         _ = settings.model_dir
 
-    folder = Path(fetch(MODEL, tmp_path, f"http://127.0.0.1:{hub.server_port}"))
+    folder = Path(fetch(MODEL, tmp_path, hub.url))
     got = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     wanted = {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
     read = {name for name in wanted if name.endswith((".json", ".safetensors", ".jinja"))}
@@ -144,10 +88,10 @@ def test_a_model_is_downloaded_once_and_served_from_the_cache(
 
 @pytest.mark.parametrize("revision", ["", COMMIT])
 def test_the_charts_init_container_downloads_to_where_its_pods_look(
-    hub: _Hub, tmp_path: Path, revision: str
+    hub: LocalHub, tmp_path: Path, revision: str
 ) -> None:
     download = {"enabled": True, "revision": revision}
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    endpoint = hub.url
     volume = {"mountPath": str(tmp_path)}
     model = {"path": MODEL, "volume": volume, "download": {**download, "endpoint": endpoint}}
     rendered = render({"model": model, "haproxy": {"enabled": False}})
@@ -179,8 +123,10 @@ def test_the_charts_init_container_downloads_to_where_its_pods_look(
     assert (Path(folder) / "config.json").is_file()
 
 
-def test_what_cannot_be_downloaded_is_one_line_with_what_to_do(hub: _Hub, tmp_path: Path) -> None:
-    here = f"http://127.0.0.1:{hub.server_port}"
+def test_what_cannot_be_downloaded_is_one_line_with_what_to_do(
+    hub: LocalHub, tmp_path: Path
+) -> None:
+    here = hub.url
     expected = {
         (MODEL, "http://127.0.0.1:9"): ("FaultError", "could not be downloaded", "`hf download"),
         ("some-org/none", here): ("ConfigError", "neither a directory", "`hf auth login`"),
