@@ -103,12 +103,15 @@ def _auto(
     options = PredictedOptions(
         answerer=DirectAnswerer(space=_space(group), models={}),
         accuracy=shipped(),
-        group_of=lambda _servers, _tp: group,
+        group_of=lambda _places: group,
     )
     usual = StrategyChoice(strategy=EXACT, reason="")
     return {
         tokens: options.exact(
-            StrategyQuestion(csa=None, servers=shape.servers, tp=group.tp, tokens=tokens), usual
+            StrategyQuestion(
+                csa=None, servers=shape.servers, racks=shape.racks, tp=group.tp, tokens=tokens
+            ),
+            usual,
         )
         for tokens in sorted({length for _, length in sampled})
     }

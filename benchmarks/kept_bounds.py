@@ -31,6 +31,7 @@ from csps.configurator.plan.predicted_options import PredictedOptions
 from csps.configurator.search.space import ImportanceScoring
 from csps.loadgen.planner.hardware_file import load_group
 from csps.protocols.attention.plan import EXACT, StrategyChoice, StrategyQuestion, parse_option
+from csps.protocols.core.topology import GroupShape, Topology
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.profile import AnswerTally, Branch, Point, answered
 from csps.services.profiling.accuracy.questions import NeedleQuestions
@@ -85,11 +86,14 @@ def bounds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _spread(cluster: Path, servers: Sequence[int], tp: int) -> SimulatedGroup:
+def _spread(cluster: Path, places: Sequence[str]) -> SimulatedGroup:
     """Return the cluster's speeds with other servers, each of as many instances."""
     written = yaml.safe_load(cluster.read_text())
     (kind,) = written["servers"]
-    written["servers"] = [{**kind, "count": len(servers), "instances": servers[0], "tp": tp}]
+    shape = GroupShape.of(Topology.of(places).locations, 1)
+    written["servers"] = [
+        {**kind, "count": len(shape.servers), "instances": shape.servers[0], "tp": shape.tp}
+    ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / cluster.name
         path.write_text(yaml.safe_dump(written))

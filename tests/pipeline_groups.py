@@ -37,6 +37,7 @@ def group(
     tp: int = 1,
     inside: LinkSpeed = INSIDE,
     between: LinkSpeed = BETWEEN,
+    racks: LinkSpeed | None = None,
     times: PhaseTimes = TIMES,
     cores: float | None = None,
 ) -> SimulatedGroup:
@@ -47,7 +48,7 @@ def group(
         locations=locations,
         tp=tp,
         times=times,
-        wiring=Wiring.of_servers(servers, inside=inside, between=between),
+        wiring=Wiring.of_servers(servers, inside=inside, between=between, racks=racks),
         cores_of=None if cores is None else (0,) * len(locations),
         cores=() if cores is None else (cores,),
     )

@@ -346,8 +346,10 @@ class CostTable:
 
 def _line(bucket: Bucket, allowed: tuple[Allowed, ...]) -> bytes:
     """Return a bucket as digests contain it."""
-    # `kept` is the field's name at the time of the first stored tables: their digests stand.
-    return f"{bucket} {allowed}".replace(" history_bits=", " kept=").encode()
+    # `kept` is the field's name at the time of the first stored tables, and shapes had no racks:
+    # their digests stand.
+    line = f"{bucket} {allowed}".replace(" history_bits=", " kept=")
+    return line.replace(", racks=()", "", 1).encode()
 
 
 class Costs:

@@ -239,7 +239,7 @@ class LatencyTable:
     steps: tuple[tuple[LatencyKey, StepCost], ...]
     decode: tuple[tuple[LatencyKey, DecodeCost], ...] = ()
     links: tuple[tuple[str, LinkCost], ...] = ()
-    """Links by kind: "inside" a server, "between" two."""
+    """Links by kind: "inside" a server, "between" two of one rack, and between "racks"."""
 
     def step(self, sp: int, tp: int = 1, strategy: str = "") -> StepCost:
         """Return the coefficients for groups of `sp` instances, interpolated if necessary.

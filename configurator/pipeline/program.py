@@ -109,8 +109,8 @@ class LinkSpeed:
     bytes_per_s: float
     latency_s: float = 0.0
     shared: bool = False
-    """True if all pairs share one wire: inside, per server; between, for the whole group.
-    Otherwise each pair of ranks (inside) or of servers (between) has its own in each direction."""
+    """True if all pairs share one wire: inside, per server; otherwise, for the whole group.
+    If not, each pair of ranks (inside) or of servers has its own in each direction."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or self.latency_s < 0:
@@ -131,15 +131,22 @@ class Wiring:
 
     @classmethod
     def of_servers(
-        cls, servers: Sequence[Hashable], *, inside: LinkSpeed, between: LinkSpeed
+        cls,
+        servers: Sequence[tuple[int, int]],
+        *,
+        inside: LinkSpeed,
+        between: LinkSpeed,
+        racks: LinkSpeed | None = None,
     ) -> Wiring:
-        """Connect ranks by two kinds of links.
+        """Connect ranks by links inside servers, between servers of a rack, and between racks.
 
         Args:
-            servers: server of each rank; equal values are the same server.
+            servers: rack and server of each rank.
+            racks: link between servers of two racks; None: as between servers of one.
         """
         ranks = range(len(servers))
         numbers: dict[tuple[Hashable, ...], int] = {}
+        ends: tuple[Hashable, ...]
         latencies: list[float] = []
         wire_sr = np.full((len(ranks), len(ranks)), -1)
         cost_sr = np.zeros((len(ranks), len(ranks)))
@@ -147,9 +154,15 @@ class Wiring:
             for r in ranks:
                 if s == r:
                     continue
-                near = servers[s] == servers[r]
-                link = inside if near else between
-                key = _key(link, near, servers[s], servers[r], s, r)
+                kind, link = "inside", inside
+                if servers[s] != servers[r]:
+                    kind, link = "between", between
+                    if servers[s][0] != servers[r][0] and racks is not None:
+                        kind, link = "racks", racks
+                ends = (s, r) if kind == "inside" else (servers[s], servers[r])
+                if link.shared:
+                    ends = (servers[s],) if kind == "inside" else ()
+                key = kind, *ends
                 if key not in numbers:
                     numbers[key] = len(numbers)
                     latencies.append(link.latency_s)
@@ -210,12 +223,3 @@ class Wiring:
             senders_ws[self.wire_sr[s, r], s] = True
             receivers_wr[self.wire_sr[s, r], r] = True
         return senders_ws, receivers_wr
-
-
-def _key(
-    link: LinkSpeed, near: bool, sender: Hashable, receiver: Hashable, s: int, r: int
-) -> tuple[Hashable, ...]:
-    """Return the identity of a pair's wire, which pairs may share."""
-    if near:
-        return ("inside", sender) if link.shared else ("inside", s, r)
-    return ("between",) if link.shared else ("between", sender, receiver)

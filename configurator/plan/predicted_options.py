@@ -296,13 +296,13 @@ class PredictedOptions:
     """Options for one model on one machine.
 
     Args:
-        group_of: function that returns the group with so many instances on each server.
+        group_of: function that returns the group of instances at Rack-Server-GPU ids.
         beyond_measured: False keeps prompts exact that are longer than any measured.
     """
 
     answerer: DirectAnswerer
     accuracy: AccuracyModel
-    group_of: Callable[[Sequence[int], int], SimulatedGroup]
+    group_of: Callable[[Sequence[str]], SimulatedGroup]
     beyond_measured: bool = True
 
     def options(self, asked: StrategyQuestion, usual: StrategyChoice) -> tuple[StrategyChoice, ...]:
@@ -406,7 +406,7 @@ class PredictedOptions:
         return group, asked.tokens, loss
 
     def _group_of(self, asked: StrategyQuestion) -> SimulatedGroup:
-        return self.group_of(asked.servers, asked.tp)
+        return self.group_of(asked.places)
 
 
 def exact_candidates(space: Space, group: SimulatedGroup, history: int) -> list[CsaSettings]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from csps.configurator.costs.latency import HybridCost, LatencyTable
 from csps.configurator.model.attention_shape import AttentionShape
@@ -12,6 +13,8 @@ from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.members import GangRole
 from csps.protocols.gang.step_messages import PrefillStep
 from csps.services.scheduling.events.events import index_of
+
+LinkKind = Literal["inside", "between", "racks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,11 @@ class InstanceModel:
     def server(self) -> str:
         """Return the server's id: rack and server."""
         return self.location.rpartition("-")[0]
+
+    @property
+    def rack(self) -> str:
+        """Return the rack's number."""
+        return self.location.partition("-")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,7 @@ class LinkModel:
     latency_ns: int
     shared: bool
     """One link for all transfers of its kind (inside: of a server). Otherwise each pair of
-    instances (inside) or servers (between) has its own link.
+    instances (inside) or servers has its own link.
     """
 
 
@@ -88,6 +96,8 @@ class ClusterModel:
     """Link between instances of one server. None: KV arrives at once."""
     between: LinkModel | None = None
     """Link between instances of two servers. None: KV arrives at once."""
+    racks: LinkModel | None = None
+    """Link between instances of two racks. None: as between servers."""
     measured: LinkModel | None = None
     """Link between the instances on which `table` was measured, all on one server: the times hold
     their exchanges. None: the times hold no exchange.
@@ -118,6 +128,15 @@ class ClusterModel:
     def shares_cores(self) -> bool:
         """Return whether ranks slow each other down by sharing cores."""
         return any(instance.cores is not None for instance in self.decode.instances)
+
+    def link(self, one: InstanceModel, other: InstanceModel) -> tuple[LinkKind, LinkModel | None]:
+        """Return the kind of the link between two instances, and the link; None: KV arrives at
+        once."""
+        if one.server == other.server:
+            return "inside", self.inside
+        if self.racks is not None and one.rack != other.rack:
+            return "racks", self.racks
+        return "between", self.between
 
     @property
     def roles(self) -> tuple[GangRole, ...]:

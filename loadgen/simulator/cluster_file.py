@@ -355,6 +355,7 @@ def _model(file: ClusterFile, name: str, folder: Path) -> ClusterModel:
         measured=_link(file.latency.measured) or _measured_link(table),
         inside=_link(file.links.inside),
         between=_link(file.links.between),
+        racks=_link(file.links.racks),
         kv_bytes_per_token=kv.bytes_per_token,
         layers=kv.layers,
         attention=None if file.model is None else file.model.attention,
@@ -436,7 +437,7 @@ def _measured_link(table: LatencyTable) -> LinkModel | None:
 
 def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
     """Replace measured link costs by those that the file gives."""
-    given = {"inside": links.inside, "between": links.between}
+    given = {"inside": links.inside, "between": links.between, "racks": links.racks}
     costs = dict(table.links)
     for kind, link in given.items():
         if link is not None:

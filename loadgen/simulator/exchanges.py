@@ -21,7 +21,6 @@ the link between those instances, and what they spent on it is subtracted.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
@@ -45,7 +44,7 @@ from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.attention.plan import EXACT, LEVELS, RINGS, SPARSE, parse_option
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.placement import Span, within
-from csps.protocols.core.topology import GroupShape
+from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.step_messages import PrefillStep, rebalanced_kv
 from csps.services.scheduling.deciding.step_layout import rows_of
 from csps.services.scheduling.events.events import index_of
@@ -142,7 +141,7 @@ class StepPricer:
         if measured is None:
             return 0
         members, tokens = len(step.group), step.bounds[-1]
-        sent = self._traffic(strategy, None, (members,)).inside
+        sent = self._traffic(strategy, None, GroupShape((members,))).inside
         pairs = 1 if measured.shared else members * (members - 1)
         taken_ns = transfer_ns(measured, round(sent / pairs * tokens))
         return 2 * self._cluster.layers * measured.latency_ns + taken_ns
@@ -225,9 +224,9 @@ class StepPricer:
                 yield from self._share(sender, receiver, each)
             return
         name, settings = parse_option(strategy)
-        counts = Counter(member.server for member in members)
-        traffic = self._traffic(name, settings, tuple(counts.values()))
-        near = sum(count * (count - 1) for count in counts.values())
+        group = GroupShape.of(sorted(Location.parse(member.location) for member in members), 1)
+        traffic = self._traffic(name, settings, group)
+        near = sum(count * (count - 1) for count in group.servers)
         far = len(members) * (len(members) - 1) - near
         for sender, receiver in permutations(members, 2):
             if sender.server == receiver.server:
@@ -247,19 +246,16 @@ class StepPricer:
         queries = 2 * token.queries  # their outputs return
         return (token.kv if ring == "ring_kv" else queries) * (members - 1) / members
 
-    def _traffic(
-        self, strategy: str, settings: CsaSettings | None, servers: tuple[int, ...]
-    ) -> Traffic:
+    def _traffic(self, strategy: str, settings: CsaSettings | None, group: GroupShape) -> Traffic:
         """Return the bytes of a token in all layers, over all instances."""
-        shape, group = self._token_bytes.shape, GroupShape(servers)
-        tokens = TRAFFIC_TOKENS
+        shape, tokens = self._token_bytes.shape, TRAFFIC_TOKENS
         if strategy.startswith("sp_tp"):
             hierarchical = strategy == "sp_tp"
             traffic = sp_tp_traffic(shape, group, tokens, hierarchical=hierarchical)
         elif strategy == LEVELS:
             traffic = levels_traffic(shape, group, tokens)
         elif settings is not None:
-            traffic = _csa_traffic(shape, servers, settings, tokens)
+            traffic = _csa_traffic(shape, group.places, settings, tokens)
         else:
             traffic = ulysses_traffic(shape, group, tokens)
         return traffic * (self._token_bytes.element * self._cluster.layers / tokens)
@@ -282,9 +278,8 @@ def _followed(sizes: Mapping[Link, Size]) -> dict[Link, Size]:
 
 
 def _csa_traffic(
-    shape: AttentionShape, servers: Sequence[int], settings: CsaSettings, tokens: int
+    shape: AttentionShape, places: Sequence[str], settings: CsaSettings, tokens: int
 ) -> Traffic:
-    places = [f"0-{server}-{n}" for server, count in enumerate(servers) for n in range(count)]
     spts = [tokens // len(places)] * len(places)
     plan = settings.for_group(places, layers=shape.layers, longest_spt=spts[0])
     return csa_traffic(shape, plan, tp=1, spts=spts)
@@ -345,6 +340,9 @@ def _hybrid(cluster: ClusterModel, instances: int) -> HybridCost | None:
 
 
 def _slowest(cluster: ClusterModel, members: Sequence[InstanceModel]) -> LinkModel | None:
+    """Return the farthest link between any two."""
+    if cluster.racks is not None and len({member.rack for member in members}) > 1:
+        return cluster.racks
     far = len({member.server for member in members}) > 1
     return cluster.between if far else cluster.inside
 

@@ -90,8 +90,8 @@ class LinkSection(Section):
     """Bandwidth in 10^9 bits a second."""
     latency_us: Annotated[float, Field(ge=0)] = 0.0
     shared: bool = False
-    """One link for all (inside: of a server; between: of the whole cluster). Otherwise each pair of
-    instances (inside) or of servers (between) has its own.
+    """One link for all (inside: of a server; otherwise of the whole cluster). If not, each pair of
+    instances (inside) or of servers has its own.
     """
 
 
@@ -102,6 +102,8 @@ class Links(Section):
     """Link between instances of one server."""
     between: LinkSection | None = None
     """Link between servers."""
+    racks: LinkSection | None = None
+    """Link between servers of two racks. Not given: as between servers."""
 
 
 class ModelSection(Section):
@@ -165,6 +167,7 @@ class RankSpeed:
     times: PhaseTimes
     inside: LinkSpeed
     between: LinkSpeed
+    racks: LinkSpeed
     ranks_per_core: float
     measured: Sequence[PhaseRow] = ()
     """Measured phases, by which overheads are found."""
@@ -184,13 +187,28 @@ class RankSpeed:
         """
         if model.heads % tp or model.kv_heads % tp or model.heads % model.kv_heads:
             raise ConfigError(f"model: its heads cannot be split over {tp} ranks")
-        times, inside, between, measured = _speeds(model, rank, links, folder, tp)
+        measured: Sequence[PhaseRow] = ()
+        measured_links: Sequence[LinkRow] = ()
+        if rank.sib is None:
+            times = _reached(model, rank, tp)
+        else:
+            base = ScalingInformationBase.read(folder / rank.sib, None)
+            if base is None:
+                raise ConfigError(f"rank.sib: there is no {folder / rank.sib}")
+            with base:
+                measured, measured_links = base.rows(PhaseRow), base.rows(LinkRow)
+            times = fit_phases(measured, heads=model.heads, kv_heads=model.kv_heads, tp=tp)
+        inside = _link(links.inside, measured_links, "inside")
+        if inside is None:
+            raise ConfigError("links.inside: nothing is known of it; give gbps and latency_us")
+        between = _link(links.between, measured_links, "between") or inside
         return cls(
             model=model,
             tp=tp,
             times=times,
             inside=inside,
             between=between,
+            racks=_link(links.racks, measured_links, "racks") or between,
             ranks_per_core=rank.ranks_per_core,
             measured=measured,
         )
@@ -205,7 +223,9 @@ class RankSpeed:
             locations=tuple(locations),
             tp=self.tp,
             times=self.times,
-            wiring=Wiring.of_servers(servers, inside=self.inside, between=self.between),
+            wiring=Wiring.of_servers(
+                servers, inside=self.inside, between=self.between, racks=self.racks
+            ),
             itemsize=self.model.element_bytes,
             cores_of=tuple(numbers[server] for server in servers) if sharing else None,
             cores=tuple(servers.count(server) / self.ranks_per_core for server in numbers)
@@ -215,38 +235,11 @@ class RankSpeed:
         return replace(group, times=with_overheads(group, self.measured))
 
 
-def _speeds(
-    model: ModelSection, rank: RankSection, links: Links, folder: Path, tp: int
-) -> tuple[PhaseTimes, LinkSpeed, LinkSpeed, Sequence[PhaseRow]]:
-    """Return phase times, link speeds inside a server and between servers, and measured phases."""
-    if rank.sib is None:
-        inside = _link(links.inside)
-        between = _link(links.between) if links.between else inside
-        return _reached(model, rank, tp), inside, between, ()
-    base = ScalingInformationBase.read(folder / rank.sib, None)
-    if base is None:
-        raise ConfigError(f"rank.sib: there is no {folder / rank.sib}")
-    with base:
-        rows = base.rows(PhaseRow)
-        times = fit_phases(rows, heads=model.heads, kv_heads=model.kv_heads, tp=tp)
-        rows_of_links = base.rows(LinkRow)
-    given = links
-    inside = _link(given.inside) if given.inside else link_speed(rows_of_links, "inside")
-    return times, inside, _between(given, rows_of_links) or inside, rows
-
-
-def _between(given: Links, measured: Sequence[LinkRow]) -> LinkSpeed | None:
-    """Return the speed between servers, as given or as measured; None: unknown."""
-    if given.between:
-        return _link(given.between)
-    if any(row.kind == "between" for row in measured):
-        return link_speed(measured, "between")
-    return None
-
-
-def _link(section: LinkSection | None) -> LinkSpeed:
+def _link(section: LinkSection | None, measured: Sequence[LinkRow], kind: str) -> LinkSpeed | None:
+    """Return the speed of a kind of link, as given or as measured; None: unknown."""
     if section is None:
-        raise ConfigError("links.inside: nothing is known of it; give gbps and latency_us")
+        known = any(row.kind == kind for row in measured)
+        return link_speed(measured, kind) if known else None
     return LinkSpeed(
         bytes_per_s=section.gbps * 1e9 / BITS_PER_BYTE,
         latency_s=section.latency_us * 1e-6,

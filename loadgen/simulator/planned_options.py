@@ -47,7 +47,7 @@ from csps.protocols.attention.plan import (
     parse_option,
 )
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.topology import GroupShape
+from csps.protocols.core.topology import GroupShape, Topology
 
 MILLION = 1_000_000
 FREE = LinkSpeed(bytes_per_s=1e18)
@@ -129,7 +129,8 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
             group, (strategy, settings) = self._group(shape), parse_option(option)
             if not self.prices(shape, tokens):
                 return WHOLE_PERMILLE
-            wiring = Wiring.of_servers(shape.instance_servers, inside=FREE, between=FREE)
+            servers = [place.server_id for place in Topology.of(group.locations).locations]
+            wiring = Wiring.of_servers(servers, inside=FREE, between=FREE)
             alone = replace(group, wiring=wiring)
             computing_s = float(prefill_seconds(alone, [WHOLE], tokens, history)[0])
             ring = next((ring for ring in RINGS if ring == strategy), None)
@@ -199,13 +200,7 @@ class PlannedOptions(Mapping[Bucket, tuple[Allowed, ...]]):
 
     def _group(self, shape: GroupShape) -> SimulatedGroup:
         if shape not in self._groups:
-            self._groups[shape] = self._speed.group(
-                [
-                    f"0-{server}-{place * shape.tp}"
-                    for server, instances in enumerate(shape.servers)
-                    for place in range(instances)
-                ]
-            )
+            self._groups[shape] = self._speed.group(shape.places)
         return self._groups[shape]
 
 

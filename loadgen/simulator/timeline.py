@@ -153,21 +153,16 @@ class SimulatedNetwork:
 
     def between(self, sender: InstanceModel, receiver: InstanceModel) -> Link | None:
         """Return the link from one instance to another. None: no transfer time."""
-        cluster = self._cluster
         if sender is receiver:  # an elastic gang decodes where it prefills
             return None
-        if sender.server == receiver.server:
-            kind, model = "inside", cluster.inside
-            ends = (
-                (sender.server, "")
-                if model and model.shared
-                else (sender.location, receiver.location)
-            )
-        else:
-            kind, model = "between", cluster.between
-            ends = ("", "") if model and model.shared else (sender.server, receiver.server)
+        kind, model = self._cluster.link(sender, receiver)
         if model is None:
             return None
+        ends = (sender.server, receiver.server)
+        if kind == "inside":
+            ends = (sender.server, "") if model.shared else (sender.location, receiver.location)
+        elif model.shared:
+            ends = ("", "")
         key = (kind, *ends)
         if key not in self._links:
             self._links[key] = Link(

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from csps.protocols.attention.csa import Architecture, CsaPlan, CsaSettings
+from csps.protocols.core.topology import GroupShape
 
 SETTINGS = "#"
 """Separator between a strategy and its settings in an option's name."""
@@ -227,6 +228,8 @@ class StrategyQuestion:
     """Fields of `csa` that must not change."""
     servers: tuple[int, ...]
     """Instances of the group on each server, in topology order."""
+    racks: tuple[int, ...] = ()
+    """Servers in each rack, in topology order; empty if all are in one rack."""
     tp: int
     tokens: int
     """Length in the middle of the bucket."""
@@ -235,12 +238,8 @@ class StrategyQuestion:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Rack-Server-GPU ids of such a group, all in one rack."""
-        return tuple(
-            f"0-{server}-{place}"
-            for server, instances in enumerate(self.servers)
-            for place in range(instances)
-        )
+        """Rack-Server-GPU ids of such a group."""
+        return GroupShape(self.servers, self.tp, self.racks).places
 
 
 @dataclass(frozen=True, kw_only=True)

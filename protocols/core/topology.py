@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from csps.protocols.core.errors import ConfigError, abridged
@@ -196,13 +196,29 @@ class GroupShape(NamedTuple):
     """Instances on each server, in topology order; at least one each."""
     tp: int = 1
     """Ranks of each instance."""
+    racks: tuple[int, ...] = ()
+    """Servers in each rack, in topology order; empty if all are in one rack."""
 
     @classmethod
     def of(cls, places: Iterable[Location], tp: int) -> GroupShape:
         """Return the shape of instances at these places, which are in ascending order of their
         ids."""
         runs = groupby(places, key=attrgetter("server_id"))
-        return cls(tuple([sum(1 for _ in run) for _, run in runs]), tp)
+        counts = [(rack, sum(1 for _ in run)) for (rack, _), run in runs]
+        racks = tuple([sum(1 for _ in run) for _, run in groupby(counts, key=itemgetter(0))])
+        servers = tuple([instances for _, instances in counts])
+        return cls(servers, tp, racks if len(racks) > 1 else ())
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Rack-Server-GPU ids of the instances of such a group, numbered from 0."""
+        instances = iter(self.servers)
+        return tuple(
+            f"{rack}-{server}-{place}"
+            for rack, servers in enumerate(self.racks or (len(self.servers),))
+            for server in range(servers)
+            for place in range(next(instances))
+        )
 
     @property
     def sp(self) -> int:

@@ -100,6 +100,6 @@ def _read(settings: Settings, accuracy: AccuracyModel) -> PredictedOptions:
     return PredictedOptions(
         answerer=DirectAnswerer(space=space, models=models),
         accuracy=accuracy,
-        group_of=groups.of_servers,
+        group_of=groups.of_places,
         beyond_measured=settings.configurator.beyond_measured,
     )

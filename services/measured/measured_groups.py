@@ -22,13 +22,13 @@ from csps.configurator.pipeline.program import LinkSpeed, Wiring
 from csps.configurator.plan.profiles import fit_phases, link_speed, with_overheads
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.core.errors import CspsError
-from csps.protocols.core.topology import Topology
+from csps.protocols.core.topology import Location, Topology
 from csps.services.measured.identity import identity_of
 from csps.services.settings.devices import resolve_device
 from csps.services.settings.settings import Settings
 
-INSIDE, BETWEEN = "inside", "between"
-"""Kinds of links: both ranks on one server, or on two servers."""
+INSIDE, BETWEEN, RACKS = "inside", "between", "racks"
+"""Kinds of links: both ranks on one server, on two servers of one rack, or in two racks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +37,29 @@ class MeasuredLinks:
 
     inside: LinkSpeed
     between: LinkSpeed
+    racks: LinkSpeed
 
     @classmethod
     def read(cls, base: ScalingInformationBase, settings: Settings) -> MeasuredLinks:
         """Read the measured links, and derive those that nobody has measured.
 
-        Links between servers then are slower than those inside by `topology.link_ratio`. If a gang
-        has none inside, with one rank a server, those between servers count for both.
+        If a gang has none inside, with one rank a server, or none between servers of a rack, with
+        one server a rack, the next farther ones count for them. Otherwise links between servers are
+        slower than those inside by `topology.link_ratio`, and links between racks are as fast as
+        those between servers.
 
         Raises:
             ConfigError: no links were measured.
         """
         rows = base.rows(LinkRow)
         kinds = {row.kind for row in rows}
-        inside = link_speed(rows, BETWEEN if kinds == {BETWEEN} else INSIDE)
-        if BETWEEN in kinds:
-            return cls(inside=inside, between=link_speed(rows, BETWEEN))
-        slower = inside.bytes_per_s / settings.topology.link_ratio
-        return cls(inside=inside, between=LinkSpeed(bytes_per_s=slower, latency_s=inside.latency_s))
+        measured = [kind for kind in (INSIDE, BETWEEN, RACKS) if kind in kinds] or [INSIDE]
+        inside = link_speed(rows, measured[0])
+        farther = [link_speed(rows, kind) for kind in measured if kind != INSIDE]
+        if not farther:
+            slower = inside.bytes_per_s / settings.topology.link_ratio
+            farther = [LinkSpeed(bytes_per_s=slower, latency_s=inside.latency_s)]
+        return cls(inside=inside, between=farther[0], racks=farther[-1])
 
     @property
     def ratio(self) -> float:
@@ -94,8 +99,10 @@ def gang_places(base: ScalingInformationBase, settings: Settings) -> list[str]:
 
 def kind_of(sender: str, receiver: str) -> str:
     """Return the kind of the link between two Rack-Server-GPU ids."""
-    servers = {place.rpartition("-")[0] for place in (sender, receiver)}
-    return INSIDE if len(servers) == 1 else BETWEEN
+    one, other = Location.parse(sender), Location.parse(receiver)
+    if one.rack != other.rack:
+        return RACKS
+    return INSIDE if one.server == other.server else BETWEEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +112,7 @@ class MeasuredGroups:
     shape: AttentionShape
     tp: int
     times: PhaseTimes
-    inside: LinkSpeed
-    between: LinkSpeed
+    links: MeasuredLinks
     itemsize: int
     cores: float | None = None
     """Cores of a server over the threads of an instance, which is simulated as one rank; None if
@@ -122,19 +128,17 @@ class MeasuredGroups:
         tp, spec = settings.prefilling.tp, read_spec(settings.model_dir, settings.model_overrides)
         rows = base.rows(PhaseRow)
         times = fit_phases(rows, heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
-        links = MeasuredLinks.read(base, settings)
         gang = settings.prefilling
         on_gpu = resolve_device(settings.device, gang.num_gpus) == "cuda"
         alone = cls(
             shape=shape_of(spec, settings),
             tp=tp,
             times=times,
-            inside=links.inside,
-            between=links.between,
+            links=MeasuredLinks.read(base, settings),
             itemsize=settings.element_bytes,
             cores=None if on_gpu else (os.cpu_count() or 1) / (gang.threads * gang.tp),
         )
-        return replace(alone, times=with_overheads(alone.of_servers([1], tp), rows))
+        return replace(alone, times=with_overheads(alone.of_places(["0-0-0"]), rows))
 
     def of_places(self, places: Sequence[str]) -> SimulatedGroup:
         """Return a group of instances at Rack-Server-GPU ids, ascending."""
@@ -147,21 +151,16 @@ class MeasuredGroups:
             locations=tuple(places),
             tp=self.tp,
             times=self.times,
-            wiring=Wiring.of_servers(servers, inside=self.inside, between=self.between),
+            wiring=Wiring.of_servers(
+                servers,
+                inside=self.links.inside,
+                between=self.links.between,
+                racks=self.links.racks,
+            ),
             itemsize=self.itemsize,
             cores_of=tuple(indices[server] for server in servers) if sharing else None,
             cores=(self.cores,) * len(indices) if sharing and self.cores is not None else (),
         )
-
-    def of_servers(self, servers: Sequence[int], tp: int) -> SimulatedGroup:
-        """Return a group with `servers[i]` instances on server i of one rack."""
-        assert tp == self.tp, f"group with tp {tp} from a gang with tp {self.tp}"
-        places = [
-            f"0-{server}-{place}"
-            for server, instances in enumerate(servers)
-            for place in range(instances)
-        ]
-        return self.of_places(places)
 
 
 def shape_of(spec: ModelSpec, settings: Settings) -> AttentionShape:

@@ -15,7 +15,7 @@ from csps.protocols.attention.ring_choice import FittedRule, RingModel, RingRule
 from csps.protocols.core.errors import ConfigError
 from csps.services.measured.fits import RING, fitted_rings
 from csps.services.measured.identity import identity_of
-from csps.services.measured.measured_groups import BETWEEN, INSIDE
+from csps.services.measured.measured_groups import BETWEEN, INSIDE, RACKS
 from csps.services.scheduling.policies.tetris.options import AUTO, FIT
 from csps.services.settings.settings import Settings
 
@@ -66,10 +66,10 @@ def ring_rules(settings: Settings, table: LatencyTable) -> RingRules:
             fitted = fitted_rings(base.latest_fit(RING))
     flops = _flops(spec, table, settings.prefilling.tp)
     inside = _bytes_per_s(table, INSIDE)
-    try:
-        between = _bytes_per_s(table, BETWEEN)
-    except ConfigError:  # not measured: the operator's ratio
-        between = inside / settings.topology.link_ratio
+    kinds = {kind for kind, _ in table.links}
+    far = next((kind for kind in (BETWEEN, RACKS) if kind in kinds), None)
+    # Where none was measured, the operator's ratio counts.
+    between = inside / settings.topology.link_ratio if far is None else _bytes_per_s(table, far)
     return RingRules(
         model=RingModel(
             heads=spec.heads,

@@ -46,7 +46,7 @@ from csps.services.measured.fits import (
     ring_lines,
 )
 from csps.services.measured.identity import identity_of
-from csps.services.measured.measured_groups import BETWEEN, INSIDE, kind_of
+from csps.services.measured.measured_groups import BETWEEN, INSIDE, RACKS, kind_of
 from csps.services.measured.scheduler_inputs import LATENCY
 from csps.services.profiling.accuracy.chosen_points import ChosenPoints
 from csps.services.profiling.accuracy.profile import QUICK as QUICK_POINTS
@@ -71,7 +71,7 @@ from csps.services.profiling.step_profile import Effort, RingProfile, StepProfil
 from csps.services.settings.credentials import cluster_secret
 from csps.services.settings.settings import Settings
 
-HEADINGS = {INSIDE: "inside a server", BETWEEN: "between servers"}
+HEADINGS = {INSIDE: "inside a server", BETWEEN: "between servers", RACKS: "between racks"}
 
 
 def step_lines(rows: Sequence[StepRow]) -> list[str]:

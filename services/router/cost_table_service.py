@@ -281,6 +281,7 @@ class CostTableService:
             bounded=cls.objective is not None,
             given=cls.given,
             servers=bucket.shape.servers,
+            racks=bucket.shape.racks,
             tp=bucket.shape.tp,
             tokens=max(1, 3 << bucket.exponent >> 1),
             history=max(1, 3 << bucket.history_bits >> 2) if bucket.history_bits else 0,

@@ -34,6 +34,7 @@ from csps.protocols.attention.plan import (
     StrategyQuestions,
     parse_option,
 )
+from csps.protocols.core.topology import GroupShape
 from csps.protocols.rpc.schema import pack, unpack
 
 LAYERS, KV_HEADS, TOKENS, SHAPE = 8, 2, 8_192, "2+2"
@@ -75,10 +76,12 @@ def learned() -> AccuracyModel:
     return train_accuracy(samples, {}, groups)
 
 
-def group_of(servers: Sequence[int], tp: int) -> SimulatedGroup:
-    places = StrategyQuestion(csa=None, servers=tuple(servers), tp=tp, tokens=1).places
+TWO_BY_TWO = GroupShape((2, 2)).places
+
+
+def group_of(places: Sequence[str]) -> SimulatedGroup:
     slow = LinkSpeed(bytes_per_s=2e7, latency_s=2e-4)
-    return group(places, layers=LAYERS, kv_heads=KV_HEADS, between=slow)
+    return group(tuple(places), layers=LAYERS, kv_heads=KV_HEADS, between=slow)
 
 
 def test_layers_that_tolerate_alike_share_a_ratio(learned: AccuracyModel) -> None:
@@ -103,7 +106,7 @@ def test_without_losses_of_layers_their_spreads_relate_ratios() -> None:
 
 
 def test_the_search_drops_where_nothing_is_lost(learned: AccuracyModel) -> None:
-    of = group_of((2, 2), 1)
+    of = group_of(TWO_BY_TWO)
     problem = SearchProblem(group=of, tokens=TOKENS, objective=Objective(max_accuracy_loss=0.0))
     loss = learned.of_group(of.locations, layers=LAYERS, tokens=TOKENS)
 
@@ -149,7 +152,7 @@ def test_the_live_configurator_offers_ratios_by_layer(learned: AccuracyModel) ->
         accuracy=learned,
         group_of=group_of,
     )
-    rules = StrategyRules(group_of((2, 2), 1).shape, predicted=options, accuracy=learned)
+    rules = StrategyRules(group_of(TWO_BY_TWO).shape, predicted=options, accuracy=learned)
     asked = StrategyQuestion(csa=None, bounded=True, servers=(2, 2), tp=1, tokens=TOKENS)
     answer = unpack(StrategyChoices, pack(rules.answer(StrategyQuestions(asked=(asked,)))))
     (choices,) = answer.chosen
@@ -166,7 +169,7 @@ def test_the_live_configurator_offers_ratios_by_layer(learned: AccuracyModel) ->
 
 def test_each_layer_group_has_the_micro_partitions_that_take_least(learned: AccuracyModel) -> None:
     """Held to every combination, by the simulator."""
-    of = group_of((2, 2), 1)
+    of = group_of(TWO_BY_TWO)
     problem = SearchProblem(group=of, tokens=TOKENS, objective=Objective(max_accuracy_loss=0.1))
     space = Space(groups=learned.groups_of(LAYERS), micro_partitions=((4, 8), (1, 2, 8), (1, 4)))
     scoring, ratios = ImportanceScoring("same", 64), space.groups.by_layer((0.98, 0.02))

@@ -14,7 +14,7 @@ from pipeline_groups import group
 from csps.configurator.model.phase_times import Amounts
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
-from csps.configurator.pipeline.program import LinkSpeed, Wiring
+from csps.configurator.pipeline.program import LinkSpeed
 from csps.configurator.plan.predicted_options import (
     PAYS,
     RESOLUTION,
@@ -38,7 +38,7 @@ from csps.protocols.attention.plan import (
     StrategyQuestions,
     parse_option,
 )
-from csps.protocols.core.topology import Topology
+from csps.protocols.core.topology import GroupShape, Topology
 
 LAYERS, TOKENS = 4, 3 << 13
 
@@ -76,9 +76,11 @@ class Loses:
         return 1e-4 + max(0.0, ratio - 0.5) * 0.2
 
 
-def group_of(servers: Sequence[int], tp: int) -> SimulatedGroup:
-    places = StrategyQuestion(csa=None, servers=tuple(servers), tp=tp, tokens=1).places
-    return group(places, layers=LAYERS)
+def group_of(places: Sequence[str]) -> SimulatedGroup:
+    return group(tuple(places), layers=LAYERS)
+
+
+TWO_BY_TWO = GroupShape((2, 2)).places
 
 
 PREDICTED = PredictedOptions(
@@ -89,7 +91,7 @@ PREDICTED = PredictedOptions(
     accuracy=Loses(),  # type: ignore[arg-type]
     group_of=group_of,
 )
-SHAPE = group_of((2, 2), 1).shape
+SHAPE = group_of(TWO_BY_TWO).shape
 RULES = StrategyRules(SHAPE, predicted=PREDICTED, accuracy=Loses())  # type: ignore[arg-type]
 
 
@@ -113,7 +115,7 @@ def test_wider_bounds_take_less_time_and_times_are_the_simulators(
     assert losses[0] == 0.0
     assert losses == sorted(losses)  # type: ignore[type-var]
     assert max(loss or 0.0 for loss in losses) <= LOSSES[-1]
-    of = group_of((2, 2), 1)
+    of = group_of(TWO_BY_TWO)
     exact_s = exact_seconds(of, TOKENS)
     for choice in offered:
         strategy, settings = parse_option(choice.strategy)
@@ -223,7 +225,7 @@ def test_exact_attention_is_the_quickest_of_all_ways(
 ) -> None:
     """SP-NTP whole and over levels, SP-TP, and both rings; behind history all of it but SP-TP."""
     (choice,) = answer(bounded=False, servers=servers, tokens=tokens, history=history)
-    of, space = group_of(servers, 1), PREDICTED.answerer.space
+    of, space = group_of(GroupShape(servers).places), PREDICTED.answerer.space
     ways = exact_candidates(space, of, history)
     assert {way.strategy for way in ways} == {"ntp"} | ({"tp"} if not history else set())
     seconds = dict(zip(ways, prefill_seconds(of, ways, tokens, history).tolist(), strict=True))
@@ -242,34 +244,54 @@ def test_exact_attention_is_the_quickest_of_all_ways(
 def test_a_ring_is_taken_where_few_keys_serve_many_queries_over_one_slow_wire() -> None:
     slow = LinkSpeed(bytes_per_s=2e7, latency_s=1e-4, shared=True)
 
-    def over_slow_links(servers: Sequence[int], tp: int) -> SimulatedGroup:
-        places = tuple(f"0-0-{place}" for place in range(sum(servers)))
-        return group(places, layers=LAYERS, kv_heads=1, inside=slow)
+    def over_slow_links(places: Sequence[str]) -> SimulatedGroup:
+        return group(tuple(places), layers=LAYERS, kv_heads=1, inside=slow)
 
     rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, group_of=over_slow_links))
     (exact,) = answer(rules, bounded=False, servers=(4,))
     assert (exact.strategy, exact.loss) == ("ring_kv", 0.0)
-    of = over_slow_links((4,), 1)
+    of = over_slow_links(GroupShape((4,)).places)
     share = ring_seconds(of, "ring_kv", TOKENS) / exact_seconds(of, TOKENS)
     assert exact.permille == round(1000 * share)
     (offered, *_) = answer(rules, servers=(4,))
     assert offered == exact
 
 
-def quickly(servers: Sequence[int], tp: int) -> SimulatedGroup:
+def quickly(places: Sequence[str]) -> SimulatedGroup:
     """Over links that cost nothing."""
-    slow, fast = group_of(servers, tp), LinkSpeed(bytes_per_s=1e13)
-    places = [location.server_id for location in Topology.of(slow.locations).locations]
-    return replace(slow, wiring=Wiring.of_servers(places, inside=fast, between=fast))
+    fast = LinkSpeed(bytes_per_s=1e13)
+    return group(tuple(places), layers=LAYERS, inside=fast, between=fast)
 
 
 def test_nothing_is_pipelined_where_links_cost_nothing() -> None:
     """Also where what moves least is."""
     rules = StrategyRules(SHAPE, link_ratio=25.0, predicted=replace(PREDICTED, group_of=quickly))
-    places = Topology.of(group_of((2, 2), 1).locations)
+    places = Topology.of(TWO_BY_TWO)
     assert rules.choose(None, group=places, tp=1, tokens=TOKENS).strategy == "levels"
     (choice,) = answer(rules, bounded=False)
     assert parse_option(choice.strategy) == ("ulysses", None)
+
+
+def test_between_racks_levels_are_more_and_a_slow_link_makes_dropping_pay_more() -> None:
+    def offered(bytes_per_s: float, **shape: tuple[int, ...]) -> tuple[StrategyChoice, ...]:
+        def over_racks(places: Sequence[str]) -> SimulatedGroup:
+            return group(tuple(places), layers=LAYERS, racks=LinkSpeed(bytes_per_s=bytes_per_s))
+
+        predicted = replace(PREDICTED, group_of=over_racks)
+        rules = StrategyRules(SHAPE, predicted=predicted, accuracy=Loses())  # type: ignore[arg-type]
+        return answer(rules, **shape)
+
+    def levels(choices: Sequence[StrategyChoice]) -> set[int | None]:
+        plans = [parse_option(choice.strategy).csa for choice in choices if choice.loss]
+        assert plans
+        return {plan.levels for plan in plans if plan is not None}
+
+    inside_one = offered(1e6, servers=(1, 1, 1, 1))
+    slow = offered(1e6, servers=(1, 1, 1, 1), racks=(2, 2))
+    fast = offered(1e8, servers=(1, 1, 1, 1), racks=(2, 2))
+    assert levels(inside_one) == {2}
+    assert levels(slow) == levels(fast) == {3}
+    assert min(choice.permille for choice in slow) < min(choice.permille for choice in fast)
 
 
 def test_a_strategy_not_simulated_is_taken_if_it_moves_least_and_none_is_faster() -> None:

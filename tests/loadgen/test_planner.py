@@ -77,6 +77,19 @@ def planned(
     return capsys.readouterr().out.splitlines()
 
 
+def test_a_rack_s_servers_are_joined_to_another_s_by_the_link_between_racks(tmp_path: Path) -> None:
+    one, two, decoding = (
+        {**CLUSTER["servers"][0], "count": 1},  # type: ignore[index]
+        {**CLUSTER["servers"][0], "count": 1, "rack": 1},  # type: ignore[index]
+        CLUSTER["servers"][1],  # type: ignore[index]
+    )
+    links = {**CLUSTER["links"], "racks": {"gbps": 0.08}}  # type: ignore[dict-item]
+    for given, s_per_byte in ((links, 1e-7), (CLUSTER["links"], 1e-8)):
+        group = load_group(str(written(tmp_path, servers=[one, two, decoding], links=given)))
+        assert group.locations == ("0-0-0", "1-0-0")
+        assert group.wiring.seconds_per_byte_sr[0, 1] == pytest.approx(s_per_byte)
+
+
 def test_without_measurements_of_accuracy_only_exact_attention_is_safe(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

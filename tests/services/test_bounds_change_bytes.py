@@ -31,9 +31,9 @@ from csps.models.needle_prompts.haystack import ask, build_haystack, draw_facts
 from csps.protocols.attention.plan import (
     BOUNDED,
     StrategyChoices,
-    StrategyQuestion,
     StrategyQuestions,
 )
+from csps.protocols.core.topology import Topology
 from csps.services.deployments.configurator import attention_shape
 from csps.services.settings.settings import Settings, shipped_models
 
@@ -65,16 +65,14 @@ class Says:
         )
 
 
-def group_of(servers: Sequence[int], tp: int) -> SimulatedGroup:
+def group_of(places: Sequence[str]) -> SimulatedGroup:
     """Return a group whose servers are joined by a slow link."""
-    places = StrategyQuestion(csa=None, servers=tuple(servers), tp=tp, tokens=1).places
-    ids = [place.rpartition("-")[0] for place in places]
+    servers = [place.server_id for place in Topology.of(places).locations]
     return SimulatedGroup(
         shape=SHAPE,
-        locations=places,
-        tp=tp,
+        locations=tuple(places),
         times=TIMES,
-        wiring=Wiring.of_servers(ids, inside=replace(LINK, bytes_per_s=1e9), between=LINK),
+        wiring=Wiring.of_servers(servers, inside=replace(LINK, bytes_per_s=1e9), between=LINK),
     )
 
 

@@ -20,6 +20,7 @@ from csps.protocols.attention.plan import (
     RequestClass,
     StrategyChoice,
     StrategyChoices,
+    StrategyQuestion,
     StrategyQuestions,
 )
 from csps.protocols.core.topology import GroupShape
@@ -204,6 +205,23 @@ async def test_a_bucket_without_an_answer_is_asked_for_again() -> None:
     await book.close()
 
 
+async def test_a_question_names_the_racks_of_the_group() -> None:
+    asked: list[StrategyQuestion] = []
+
+    async def remember(questions: StrategyQuestions) -> StrategyChoices:
+        asked.extend(questions.asked)
+        return await quick(questions)
+
+    book = CostTableService(TABLE, remember)
+    book.start(lambda event: None)
+    for racks in ((), (1, 1)):
+        book.costs.best("auto", GroupShape((1, 1), racks=racks), 0, TOKENS)
+    book.request_misses()
+    await until(lambda: len(asked) == 2)
+    assert [question.places for question in asked] == [("0-0-0", "0-1-0"), ("0-0-0", "1-0-0")]
+    await book.close()
+
+
 async def test_a_question_that_always_fails_ends_in_exact_attention_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,7 +303,9 @@ async def quick(questions: StrategyQuestions) -> StrategyChoices:
 BUCKETS = st.builds(
     Bucket,
     st.sampled_from(["auto", "bounded", "csa/5e1f", "csa/5e1f0"]),
-    st.builds(GroupShape, st.sampled_from([(1,), (2,), (1, 1), (11,)])),
+    st.sampled_from(
+        [*map(GroupShape, [(1,), (2,), (1, 1), (11,)]), GroupShape((1, 1), racks=(1, 1))]
+    ),
     st.integers(0, 20),
     st.integers(0, 3),
 )
@@ -323,9 +343,9 @@ def test_an_updated_table_is_the_same_as_a_new_one(
 
 
 def digest_by_definition(table: CostTable) -> str:
-    """Digest as logs of version 0.1.0 have it, which know no error."""
+    """Digest as logs of version 0.1.0 have it, which know neither errors nor racks."""
     lines = sorted(
-        f"{bucket} {allowed}".replace(" history_bits=", " kept=")
+        f"{bucket} {allowed}".replace(" history_bits=", " kept=").replace(", racks=()", "")
         for bucket, allowed in table.buckets.items()
     )
     more = [str(table.overhead_ns)] if table.overhead_ns else []

@@ -9,14 +9,20 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from measured_rows import link_rows
+from measured_rows import add_phases, link_rows
 
 from csps.configurator.model.scaling_information_base import ScalingInformationBase
 from csps.protocols.core.errors import ConfigError, FaultError
 from csps.protocols.gang.members import GangMembers, RankAddress
 from csps.services.deployments.configurator import make_rules
 from csps.services.measured.identity import identity_of
-from csps.services.measured.measured_groups import MeasuredLinks, gang_places, kind_of, link_ratio
+from csps.services.measured.measured_groups import (
+    MeasuredGroups,
+    MeasuredLinks,
+    gang_places,
+    kind_of,
+    link_ratio,
+)
 from csps.services.profiling.links import LOOPBACK, LocalLinkProbe, measure_links, ranks_here
 from csps.services.profiling.server_links import _placed
 from csps.services.settings.credentials import ClusterSecret
@@ -215,4 +221,31 @@ def test_one_machines_ranks_stand_for_those_that_nobody_has_seen(settings: Setti
 
 def test_pairs_are_told_apart_by_their_servers() -> None:
     assert kind_of("0-1-0", "0-1-12") == "inside"
-    assert kind_of("0-1-0", "0-12-0") == kind_of("0-1-0", "1-1-0") == "between"
+    assert kind_of("0-1-0", "0-12-0") == "between"
+    assert kind_of("0-1-0", "1-1-0") == "racks"
+
+
+def test_links_between_racks_are_told_apart_from_those_between_servers(settings: Settings) -> None:
+    planted = [(*PLACES[:2], 1e-9), (*PLACES[1:3], 25e-9), (PLACES[0], "1-0-4", 50e-9)]
+    with add_links(settings, *planted) as base:
+        add_phases(base)
+        links = MeasuredLinks.read(base, settings)
+        group = MeasuredGroups.read(base, settings).of_places([*PLACES[:3], "1-0-4"])
+    assert links.racks.bytes_per_s == pytest.approx(2e7)
+    seconds_sr = group.wiring.seconds_per_byte_sr
+    assert seconds_sr[0].tolist() == pytest.approx([0.0, 1e-9, 25e-9, 50e-9])
+    assert seconds_sr[3].tolist() == pytest.approx([50e-9, 50e-9, 50e-9, 0.0])
+    assert link_ratio(settings) == pytest.approx(25.0)
+
+
+def test_links_between_racks_count_where_each_rack_has_one_server(settings: Settings) -> None:
+    with add_links(settings, (*PLACES[:2], 1e-9), (PLACES[0], "1-0-4", 50e-9)) as base:
+        links = MeasuredLinks.read(base, settings)
+    assert links.between == links.racks
+    assert link_ratio(settings) == pytest.approx(50.0)
+
+
+def test_unmeasured_links_between_racks_are_as_those_between_servers(settings: Settings) -> None:
+    with add_links(settings, (*PLACES[:2], 1e-9), (*PLACES[1:3], 25e-9)) as base:
+        links = MeasuredLinks.read(base, settings)
+    assert links.racks == links.between != links.inside

@@ -171,6 +171,6 @@ def test_ranks_of_a_server_share_its_cores_where_these_are_fewer(
     settings = Settings.model_validate({"model": str(tiny_llama), "prefill": {"instances": 3}})
     with ScalingInformationBase.create(tmp_path / "sib.sqlite", identity_of(settings)) as base:
         add_times(base)
-        group = MeasuredGroups.read(base, settings).of_servers((2, 1), 1)
+        group = MeasuredGroups.read(base, settings).of_places(["0-0-0", "0-0-1", "0-1-0"])
     assert group.cores_of == shared
     assert group.cores == (() if shared is None else (1.0, 1.0))

@@ -49,6 +49,20 @@ def test_servers_become_gangs_with_places() -> None:
     assert (model.step_gap_ns, model.front_ns) == (3000, 4000)
 
 
+def test_links_between_racks_are_those_between_servers_unless_the_file_gives_them() -> None:
+    plain = parse_cluster(SMALL, name="small")
+    links = {**SMALL["links"], "racks": {"gbps": 0.8, "latency_us": 50}}
+    model = parse_cluster({**SMALL, "links": links}, name="small")
+    near, *_, far = plain.prefill.instances
+    (other,) = plain.decode.instances
+    assert plain.link(near, far) == plain.link(near, other) == ("between", plain.between)
+    assert model.link(near, far) == ("between", plain.between)
+    kind, link = model.link(near, other)
+    assert link is not None
+    assert (kind, link.bytes_per_s, link.latency_ns) == ("racks", 10**8, 50_000)
+    assert dict(model.table.links)["racks"].predict_ns(10**8) == pytest.approx(1e9 + 50_000)
+
+
 def test_ranks_of_an_elastic_gang_may_share_the_cores_of_their_server() -> None:
     server = {"instances": 4, "permissions": ["prefill", "decode"], "kv_slots": 9, "cores": 2}
     steps, decode = {4: [0, 1e-6, 0, 0]}, {4: [0, 0, 0]}

@@ -377,6 +377,30 @@ def test_a_slower_link_never_gives_an_earlier_token(
     assert none_earlier(times[1], times[2])
 
 
+@pytest.mark.parametrize("strategy", ["ring_kv", "ulysses", "sp_tp"])
+def test_servers_in_two_racks_exchange_over_the_link_between_these(strategy: str) -> None:
+    """As two servers of one rack do whose link is as slow."""
+    model = cluster()
+    slow = slower(model.between, 20)
+    elsewhere = tuple(
+        replace(instance, location=f"1-0-{number}") if number >= 4 else instance
+        for number, instance in enumerate(model.prefill.instances)
+    )
+    apart = replace(model, prefill=replace(model.prefill, instances=elsewhere), racks=slow)
+    alike = replace(model, between=slow)
+    for group in (NEAR, FAR):
+        step = step_of(group, strategy)
+        assert taken_ns(apart, step) == taken_ns(alike, step)
+    assert taken_ns(apart, step) > taken_ns(replace(apart, racks=None), step)
+    assert iteration_costs(elastic_of(apart))(FAR) == iteration_costs(elastic_of(alike))(FAR)
+    assert iteration_costs(elastic_of(apart))(FAR) != iteration_costs(elastic_of(model))(FAR)
+
+
+def elastic_of(model: ClusterModel) -> ClusterModel:
+    """Return the cluster whose prefill gang decodes as well."""
+    return replace(model, decode=model.prefill)
+
+
 def moved(gang: GangModel, servers: int) -> GangModel:
     """Return the gang with its instances on so many servers."""
     each = len(gang.instances) // servers

@@ -172,8 +172,8 @@ class _Allocating:
         return targets_of(source, others)
 
 
-INSIDE, BETWEEN = "inside", "between"
-"""Kinds of links: inside a server, and between two."""
+INSIDE, BETWEEN, RACKS = "inside", "between", "racks"
+"""Kinds of links: inside a server, between two of one rack, and between two racks."""
 
 
 class MoveCosts:
@@ -195,7 +195,7 @@ class MoveCosts:
     ) -> None:
         self._gang, self._cost, self._generated_tokens = gang, cost, generated_tokens
         self._iteration_ns = iteration_ns
-        self._servers = {instance.id: instance.place.server_id for instance in gang.instances}
+        self._places = {instance.id: instance.place for instance in gang.instances}
 
     def ns(self, migration: Migration) -> int | None:
         """Predict a migration; None if one of its links was not measured."""
@@ -207,14 +207,21 @@ class MoveCosts:
         # The transfers leave one instance, so they run one after the other.
         for target, tokens in migration.targets:
             size = -(-tokens * stored // slots) * self._gang.kv_bytes_per_token
-            transfer_ns = self._cost.transfer_ns(self._kind(migration.source, target), size)
+            transfer_ns = self._transfer_ns(migration.source, target, size)
             if transfer_ns is None or not self._gang.kv_bytes_per_token:
                 return None
             total_ns += transfer_ns
         return total_ns
 
-    def _kind(self, source: InstanceId, target: InstanceId) -> str:
-        return INSIDE if self._servers[source] == self._servers[target] else BETWEEN
+    def _transfer_ns(self, source: InstanceId, target: InstanceId, size: int) -> int | None:
+        one, other = self._places[source], self._places[target]
+        if one.server_id == other.server_id:
+            return self._cost.transfer_ns(INSIDE, size)
+        found = None
+        if one.rack != other.rack:
+            found = self._cost.transfer_ns(RACKS, size)
+        # Where nobody has measured links between racks, those between servers count.
+        return self._cost.transfer_ns(BETWEEN, size) if found is None else found
 
     @cached_property
     def stored(self) -> dict[InstanceId, int]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.configurator.costs.cost_table import LARGEST_BATCH, CostTable, Unmeasured
-from csps.configurator.costs.latency import DecodeCost, LatencyKey, LinearDecodeCost
+from csps.configurator.costs.latency import DecodeCost, LatencyKey, LinearDecodeCost, LinkCost
 from csps.configurator.costs.latency_tables import SHIPPED
 from csps.protocols.core.placement import KvSlice, tokens_on
 from csps.protocols.core.topology import Location
@@ -288,6 +288,20 @@ def test_moving_takes_what_the_links_say_of_the_kv_that_there_is() -> None:
     stored = round((3.4e-5 + 30_000 * 2.576e-10) * 1e6) * 1000
     each = MoveCosts(several, cost, lambda _: 10, 7_000_000)
     assert each.ns(Migration(1, ((0, 120),))) == stored + 3 * 7_000_000
+
+
+def test_moving_between_racks_takes_what_their_link_says_or_that_between_servers() -> None:
+    links = dict(SHIPPED.links)
+    links["between"] = LinkCost.of_seconds(1e-4, 1e-9)
+    to_rack = Migration(1, ((3, 40),))
+    for kinds, bytes_s in (
+        (links, 1e-9),
+        ({**links, "racks": LinkCost.of_seconds(1e-4, 4e-9)}, 4e-9),
+    ):
+        cost: Any = CostTable(latencies=replace(SHIPPED, links=tuple(kinds.items())))
+        there = gang([Row()], "0-0-0", "0-0-1", "0-1-0", "1-0-0")
+        moving = MoveCosts(there, cost, lambda _: 10, 0)
+        assert moving.ns(to_rack) == pytest.approx((1e-4 + 10_000 * bytes_s) * 1e9, abs=1_000)
 
 
 def unknown() -> Iterator[tuple[Any, Any]]:
