@@ -202,15 +202,18 @@ class DirectAnswerer:
     def _cut(
         self, settings: CsaSettings, prediction: Predicted, levels: int, scoring: ImportanceScoring
     ) -> Iterator[CsaSettings]:
+        """Yield a configuration that waits for every exchange, and with M near those predicted."""
+        waiting = CsaSettings(
+            levels=levels,
+            drop_ratios=settings.drop_ratios,
+            strategy=settings.strategy,
+            importance_layer=settings.importance_layer,
+            importance_window=scoring.window,
+            pipelined=False,
+        )
+        yield waiting
         for micro in self._near(prediction.micro, levels):
-            yield CsaSettings(
-                levels=levels,
-                drop_ratios=settings.drop_ratios,
-                micro_partitions=(micro,),
-                strategy=settings.strategy,
-                importance_layer=settings.importance_layer,
-                importance_window=scoring.window,
-            )
+            yield replace(waiting, micro_partitions=(micro,), pipelined=True)
 
     def _near(self, prediction: Sequence[float], levels: int) -> Iterator[tuple[int, ...]]:
         """Yield the nearest numbers of the space, and each level's neighbors of them."""
@@ -267,7 +270,9 @@ def _with_given(
             changed = replace(candidate, **given)
         except ConfigError:
             continue
-        if can_simulate(changed):
+        # Without a pipeline M means nothing, so that a client's would be ignored.
+        cut = changed.pipelined or "pipelined" in given or "micro_partitions" not in given
+        if can_simulate(changed) and cut:
             yield changed
 
 

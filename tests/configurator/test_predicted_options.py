@@ -270,6 +270,25 @@ def test_nothing_is_pipelined_where_links_cost_nothing() -> None:
     assert rules.choose(None, group=places, tp=1, tokens=TOKENS).strategy == "levels"
     (choice,) = answer(rules, bounded=False)
     assert parse_option(choice.strategy) == ("ulysses", None)
+    sparse = [parse_option(choice.strategy).csa for choice in answer(rules) if choice.loss]
+    assert sparse
+    assert not any(settings.pipelined for settings in sparse if settings is not None)
+
+
+def test_sparse_attention_is_pipelined_where_it_is_predicted_to_gain() -> None:
+    of, found = group_of(TWO_BY_TWO), set()
+    for strategy, csa in (parse_option(choice.strategy) for choice in answer() if choice.loss):
+        assert csa is not None, strategy
+        waiting = replace(csa, micro_partitions=None, pipelined=False)
+        taken, waiting_s = prefill_seconds(of, [csa, waiting], TOKENS).tolist()
+        assert taken < waiting_s if csa.pipelined else taken == waiting_s
+        found.add(csa.pipelined)
+    assert True in found
+    asked = {"csa": CsaSettings(micro_partitions=((4, 1, 1),)), "given": ("micro_partitions",)}
+    rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, group_of=quickly), accuracy=Loses())  # type: ignore[arg-type]
+    for choice in answer(rules, **asked):
+        (settings,) = [parse_option(choice.strategy).csa]
+        assert settings is None or settings.lossless or settings.pipelined
 
 
 def test_between_racks_levels_are_more_and_a_slow_link_makes_dropping_pay_more() -> None:
