@@ -5,14 +5,15 @@
     python benchmarks/configurator.py starts [--planted] [--cluster FILE] [--instances 2 4]
     sudo python benchmarks/configurator.py simulator --sib FILE [--cluster FILE] [--rate 800mbit]
         [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3] [--measured FILE]
-    python benchmarks/configurator.py live --base-url URL [--length 32768] [--rounds 7]
+    python benchmarks/configurator.py live --base-url URL [--lengths 8192 16384 32768] [--rounds 7]
 
 Each part takes less than eight minutes. `--json FILE` stores its rows; `configurator_table.py`
 makes one table of them with the targets.
 
 `lookup` measures processor time of a look-up in a cost table whose buckets have all options.
 `oracle` and `starts` are in `configurator_oracle.py`, `simulator` in `configurator_simulator.py`.
-`live` asks a server that was profiled and trained, with requests of each kind in turns.
+`live` asks a server that was profiled and trained, with requests of each kind in turns. What the
+bound of 0 chose is asked for unpipelined, too, so that dropping and overlap can be told apart.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ UNPIPELINED: dict[str, Any] = {
     "attention": "csa", "strategy": "ntp", "levels": 1, "drop_ratio": 0, "pipelined": False,
 }  # fmt: skip
 """Exact SP-NTP that waits for every exchange."""
+BOUNDS = (0.0, 0.01, 0.05)
+"""Bounds on the loss."""
+SHARES = (0.6, 0.8, 1.0, 1.3, 1.6, 2.0)
+"""Bounds on TTFT, as shares of exact attention's."""
 
 
 def main() -> int:
@@ -91,22 +96,56 @@ def lookup(arguments: argparse.Namespace) -> Section:
 
 def live(arguments: argparse.Namespace) -> Section:
     """Measure bounds on the loss in turns, then bounds on TTFT relative to exact attention."""
+    runs: list[dict[str, Any]] = []
     with httpx.Client(base_url=arguments.base_url, timeout=300.0) as client:
-        ask = _Asker(client, arguments.length, arguments.pause)
-        wishes = {
-            "unpipelined": UNPIPELINED,
-            "exact": {"attention": "exact"},
-            **{f"loss {bound:g}": {"max_accuracy_loss": bound} for bound in (0.0, 0.01, 0.05)},
-        }
-        rows = ask.by_turns(wishes, arguments.rounds)
-        exact_ms = 1000 * next(row["ttft_s"] for row in rows if row["wish"] == "exact")
-        bounds = {share: share * exact_ms for share in (0.6, 0.8, 1.0, 1.3)}
-        timed = {
-            f"ttft {share:g}": {"objective": "accuracy", "max_ttft_ms": bound}
-            for share, bound in bounds.items()
-        }
-        rows += ask.by_turns(timed, arguments.rounds)
-    return rows, {"length": arguments.length}
+        for length in arguments.lengths or (8_192, 16_384, 32_768):
+            ask = _Asker(client, length, arguments.pause)
+            runs += ask.by_turns(
+                {
+                    "unpipelined": UNPIPELINED,
+                    "exact": {"attention": "exact"},
+                    **{f"loss {bound:g}": {"max_accuracy_loss": bound} for bound in BOUNDS},
+                },
+                arguments.rounds,
+                waiting="loss 0",
+            )
+            exact_ms = 1000 * median_of(runs, length, "exact")
+            timed = {
+                f"ttft {share:g}": {"objective": "accuracy", "max_ttft_ms": share * exact_ms}
+                for share in SHARES
+            }
+            runs += ask.by_turns(timed, arguments.rounds)
+    return live_rows(runs), {"runs": runs}
+
+
+def median_of(runs: Sequence[dict[str, Any]], length: int, wish: str) -> float:
+    """Return the median TTFT of a wish in seconds."""
+    return statistics.median(
+        run["ttft_s"] for run in runs if (run["tokens"], run["wish"]) == (length, wish)
+    )
+
+
+def live_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each length and wish: medians, and the share of bounds kept."""
+    rows = []
+    for tokens, wish in dict.fromkeys((run["tokens"], run["wish"]) for run in runs):
+        found = [run for run in runs if (run["tokens"], run["wish"]) == (tokens, wish)]
+        *_, last = found
+        bounded = [run for run in found if run["bound_s"] is not None]
+        rows.append(
+            {
+                "tokens": tokens,
+                "wish": wish,
+                "ttft_s": median_of(runs, tokens, wish),
+                "predicted_s": statistics.median(run["predicted_s"] for run in found),
+                **{key: last[key] for key in ("strategy", "levels", "ratio", "pipelined", "loss")},
+                "said_met": last["said_met"],
+                "kept": sum(run["ttft_s"] <= run["bound_s"] for run in bounded) / len(bounded)
+                if bounded
+                else None,
+            }
+        )
+    return rows
 
 
 class _Asker:
@@ -117,17 +156,24 @@ class _Asker:
         self._model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         self._draw = random.Random(time.time_ns())
 
-    def by_turns(self, wishes: dict[str, dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
-        """Return a row for each wish; the first round fills the cost table."""
-        answers_by_wish: dict[str, list[dict[str, Any]]] = {name: [] for name in wishes}
-        for number in range(rounds + 1):
-            for name, wish in wishes.items():
-                answer = self._ask(wish)
-                if number:
-                    answers_by_wish[name].append(answer)
-            if not number:
-                time.sleep(self._pause_s)  # the configurator answers in the background
-        return [self._row(name, wishes[name], answers) for name, answers in answers_by_wish.items()]
+    def by_turns(
+        self, wishes: dict[str, dict[str, Any]], rounds: int, waiting: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return a run for each answer but the first round's, which fills the cost table.
+
+        Args:
+            waiting: wish whose choice is asked for unpipelined as well, if it drops tokens.
+        """
+        for wish in wishes.values():
+            self._ask(wish)
+        time.sleep(self._pause_s)  # the configurator answers in the background
+        if waiting is not None and (csa := self._ask(wishes[waiting])["plan"]["csa"]):
+            wishes = {**wishes, f"{waiting}, unpipelined": _unpipelined(csa)}
+        return [
+            self._run(name, wish, self._ask(wish))
+            for _ in range(rounds)
+            for name, wish in wishes.items()
+        ]
 
     def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         body = {
@@ -142,23 +188,41 @@ class _Asker:
         )
         return explained["csps"]
 
-    def _row(
-        self, name: str, wish: dict[str, Any], answers: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
-        ttfts = [answer["timings"]["ttft_s"] for answer in answers]
-        plan = answers[-1]["plan"]
-        bound_ms = wish.get("max_ttft_ms")
+    def _run(self, name: str, wish: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        plan = answer["plan"]
+        csa, bound_ms = plan["csa"], wish.get("max_ttft_ms")
         return {
+            "tokens": self._length,
             "wish": name,
-            "ttft_s": statistics.median(ttfts),
+            "ttft_s": answer["timings"]["ttft_s"],
             "predicted_s": plan["predicted_ttft_ms"] / 1000,
+            "bound_s": None if bound_ms is None else bound_ms / 1000,
             "strategy": plan["strategy"],
+            "levels": csa and csa["levels"],
+            "ratio": csa and _ratio(csa),
+            "pipelined": csa and csa["pipelined"],
             "loss": plan["predicted_accuracy_loss"],
             "said_met": plan["bounds_met"],
-            "kept": None
-            if bound_ms is None
-            else sum(1000 * ttft <= bound_ms for ttft in ttfts) / len(ttfts),
+            "reason": plan["reason"],
         }
+
+
+def _ratio(csa: dict[str, Any]) -> float:
+    """Return the largest drop ratio of level 2."""
+    return max(max(group["drop_ratios"][0]) for group in csa["layer_groups"])
+
+
+def _unpipelined(csa: dict[str, Any]) -> dict[str, Any]:
+    """Return the request for a plan's largest ratio in all layers, without overlap."""
+    return {
+        "attention": "csa",
+        "strategy": "ntp",
+        "levels": csa["levels"],
+        "drop_ratio": _ratio(csa),
+        "importance_layer": csa["importance_layer"],
+        "importance_window": csa["importance_window"],
+        "pipelined": False,
+    }
 
 
 def _arguments() -> argparse.Namespace:
@@ -183,7 +247,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measured", type=Path, help="rows of an earlier run of `simulator`")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--length", type=int, default=32_768)
     arguments = report.with_json_option(parser).parse_args()
     arguments.section = sections[arguments.what]
     return arguments

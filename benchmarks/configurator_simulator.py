@@ -8,7 +8,8 @@ other cuts. No compared configuration is used for fitting. `--measured` takes th
 earlier run and only predicts anew.
 
 `pipelined` compares each pipelined configuration with the same one unpipelined, as measured and as
-predicted. `auto` compares the choice for exact requests with whole exact SP-NTP.
+predicted, those that drop tokens apart from exact ones. `auto` compares the choice for exact
+requests with whole exact SP-NTP.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def simulator(arguments: argparse.Namespace) -> Section:
         "configurations": len(rows),
         "median_error": statistics.median(errors),
         "p95_error": float(np.quantile(errors, 0.95)),
-        "pipelined": _pipelined(rows),
+        "pipelined": pipelined(rows),
         "auto": [
             {
                 "tokens": tokens,
@@ -121,21 +122,25 @@ def _space(group: SimulatedGroup) -> Space:
     return answered_space(LayerGroups.alike(group.shape.layers))
 
 
-def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return median ratios of pipelined to unpipelined times of the same configurations."""
-    pairs = [(one, two) for one, two in pairwise(rows) if one["micro"] != "-" == two["micro"]]
-    kinds = sorted({(row["strategy"], row["tokens"]) for row, _ in pairs})
-    return [
-        {"strategy": strategy, "tokens": tokens}
-        | {
-            which: statistics.median(
-                one[f"{which}_s"] / two[f"{which}_s"]
-                for one, two in pairs
-                if (one["strategy"], one["tokens"]) == (strategy, tokens)
+def pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return median ratios of pipelined to unpipelined times of the same configurations, by
+    strategy, length and whether tokens are dropped."""
+    found: dict[tuple[str, bool, int], list[tuple[float, float]]] = defaultdict(list)
+    for one, two in pairwise(rows):
+        if one["micro"] != "-" == two["micro"]:
+            found[one["strategy"], one["ratio"] > 0, one["tokens"]].append(
+                (one["measured_s"] / two["measured_s"], one["predicted_s"] / two["predicted_s"])
             )
-            for which in ("measured", "predicted")
+    return [
+        {
+            "strategy": strategy,
+            "drops": drops,
+            "tokens": tokens,
+            "pairs": len(pairs),
+            "measured": statistics.median(measured for measured, _ in pairs),
+            "predicted": statistics.median(predicted for _, predicted in pairs),
         }
-        for strategy, tokens in kinds
+        for (strategy, drops, tokens), pairs in sorted(found.items())
     ]
 
 

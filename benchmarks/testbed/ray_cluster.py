@@ -209,18 +209,15 @@ def _config(folder: Path, written: Mapping[str, Any]) -> DeployConfig:
 def serve_config(
     bed: Testbed, *, model: str, port: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return two prefill ranks and one decode rank for each server, unless the settings differ."""
+    """Return two prefill ranks and one decode rank for each server, unless the settings differ or
+    have an elastic gang."""
     servers = len(bed.servers)
-    args = {
-        "model": model,
-        "prefill": {
-            "instances": RANKS_PER_SERVER * servers,
-            "num_cpus": PREFILL_CPUS,
-        },
+    pair = {
+        "prefill": {"instances": RANKS_PER_SERVER * servers, "num_cpus": PREFILL_CPUS},
         "scheduling": {"spt_tokens": SPT_TOKENS},
         "decode": {"instances": servers, "num_cpus": DECODE_CPUS},
-        **settings,
     }
+    args = {"model": model, **({} if "elastic" in settings else pair), **settings}
     application = {
         "name": "csps",
         "route_prefix": "/",

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configurator import live_rows
 from configurator_oracle import Nearest, Zeros
+from configurator_simulator import pipelined
 from configurator_table import table
 
 from csps.configurator.regressors.direct import DirectSample, output_names, problem_features
@@ -39,8 +41,38 @@ def test_a_server_that_misses_a_bound_is_reported() -> None:
         row("ttft 0.6", 1.0, kept=0.9),
         row("ttft 0.8", 1.0, kept=1.0),
     ]
-    result = {"benchmark": "configurator live", "length": 8, "rows": rows}
-    assert [row.reached for row in table([result])] == [False, True, True, False, True]
+    for result in (
+        {"benchmark": "configurator live", "length": 32_768, "rows": rows},
+        {
+            "benchmark": "configurator live",
+            "rows": [{**row, "tokens": tokens} for tokens in (32_768, 8_192) for row in rows],
+        },
+    ):
+        reached = [row.reached for row in table([result])]
+        assert reached[:5] == [False, True, True, False, True]
+        assert reached[5:] in ([], [False, True, None, False, True]), "8K tokens have no aim"
+
+
+def test_overlap_is_told_apart_from_dropping() -> None:
+    def row(ratio: float, micro: str, measured_s: float) -> dict[str, Any]:
+        about = {"tokens": 8, "strategy": "tp", "ratio": ratio, "micro": micro}
+        return {**about, "measured_s": measured_s, "predicted_s": 1.0}
+
+    rows = [row(0.0, "(4,)", 1.0), row(0.0, "-", 2.0), row(0.9, "(4,)", 0.6), row(0.9, "-", 0.5)]
+    exact, sparse = pipelined(rows)
+    assert (exact["drops"], exact["measured"], exact["pairs"]) == (False, 0.5, 1)
+    assert (sparse["drops"], sparse["measured"], sparse["pairs"]) == (True, 1.2, 1)
+
+
+def test_runs_of_a_live_server_become_rows() -> None:
+    about = {"strategy": "csa", "levels": 3, "ratio": 0.9, "pipelined": True, "loss": 0.0}
+    runs = [
+        {"tokens": 8, "wish": "ttft 1", "ttft_s": ttft_s, "predicted_s": 2.0, "bound_s": 2.5}
+        | {**about, "said_met": True, "reason": ""}
+        for ttft_s in (1.0, 2.0, 3.0)
+    ]
+    (of_wish,) = live_rows(runs)
+    assert (of_wish["ttft_s"], of_wish["kept"], of_wish["ratio"]) == (2.0, 2 / 3, 0.9)
 
 
 def test_the_nearest_learned_problem_answers() -> None:
