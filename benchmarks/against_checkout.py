@@ -2,15 +2,23 @@
 
     git worktree add ../before e66d412
     python benchmarks/against_checkout.py ../before . [--rounds 20] [--json FILE]
+    python benchmarks/against_checkout.py ../before . --streams --rounds 5
 
 Both servers are up on the same cores, and the one that is not measured is stopped. The order
 changes with each round. The output has medians, and the median of the rounds' ratios with its 95 %
 interval (bootstrap). Processor time is that of all processes of a server.
+
+With `--streams` the requests are 64 streams at once (500 tokens in, 128 out), prompts of 200 tokens
+with one out (16 at once), and one stream behind 16,000 tokens. `us_a_token` is the processor time
+of each kind of process for a token of the 64 streams, prompts included.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
+import json
 import os
 import random
 import statistics
@@ -18,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +41,10 @@ import report
 FIRST_PORT = 8211
 START_S, STOP_S, PATIENCE_S = 240.0, 120.0, 180.0
 LONG, BEHIND, SHORT, ANSWER = 16_000, 32_000, 200, 16
+STREAMS, STREAM_IN, STREAM_OUT = 64, 500, 128
+SHORTS, AT_ONCE = 160, 16
+GAPS, FIRST_GAPS = 60, 4
+"""Tokens behind a long prompt, and how many of the first gaps are not counted."""
 HEAD_START_S = 0.5
 """Time by which the long prompt is sent before the short one."""
 
@@ -78,14 +91,21 @@ def _python_path(process: psutil.Process) -> str:
 
 
 def _cpu_s(processes: list[psutil.Process]) -> float:
-    total = 0.0
+    return sum(_cpu_of_kinds(processes).values())
+
+
+def _cpu_of_kinds(processes: list[psutil.Process]) -> Counter[str]:
+    """Return the processor time by title: Ray names a replica after its deployment."""
+    found: Counter[str] = Counter()
     for process in processes:
         try:
+            title = process.cmdline()[:1] or [""]
             times = process.cpu_times()
         except psutil.Error:
             continue
-        total += times.user + times.system
-    return total
+        kind = title[0] if title[0].startswith("ray::") else process.name()
+        found[kind] += times.user + times.system
+    return found
 
 
 class Client:
@@ -133,6 +153,62 @@ class Client:
         before = _cpu_s(self._processes)
         return measure(), _cpu_s(self._processes) - before
 
+    def streams_s(self) -> float:
+        """Return the time until all of many streams have ended."""
+        return self._all_s(STREAMS, STREAMS, STREAM_IN, STREAM_OUT)
+
+    def shorts_s(self) -> float:
+        """Return the time of many prompts with one token out, some at once."""
+        return self._all_s(SHORTS, AT_ONCE, SHORT, 1)
+
+    def gap_s(self) -> float:
+        """Return the median gap between tokens behind a long prompt."""
+        stamps: list[float] = []
+        body = self._body(LONG, GAPS, stream=True)
+        with httpx.stream("POST", self._url, json=body, timeout=PATIENCE_S) as response:
+            assert response.status_code == 200, response.read()
+            stamps.extend(
+                time.perf_counter()
+                for line in response.iter_lines()
+                if line.startswith("data: {") and json.loads(line[6:])["choices"]
+            )
+        gaps = [later - one for one, later in itertools.pairwise(stamps)]
+        return statistics.median(gaps[FIRST_GAPS:])
+
+    def _all_s(self, requests: int, at_once: int, tokens: int, answer: int) -> float:
+        bodies = [self._body(tokens, answer, stream=answer > 1) for _ in range(requests)]
+
+        async def all_of_them() -> None:
+            places = asyncio.Semaphore(at_once)
+            limits = httpx.Limits(max_connections=at_once)
+            async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
+
+                async def one(body: dict[str, Any]) -> None:
+                    async with places:
+                        response = await client.post(self._url, json=body)
+                        assert response.status_code == 200, response.text
+
+                await asyncio.gather(*map(one, bodies))
+
+        begin = time.perf_counter()
+        asyncio.run(all_of_them())
+        return time.perf_counter() - begin
+
+    def split_of_streams(self) -> tuple[float, Counter[str]]:
+        """Return `streams_s`, and the processor time of each kind of process for a token."""
+        before = _cpu_of_kinds(self._processes)
+        seconds = self.streams_s()
+        spent = _cpu_of_kinds(self._processes) - before
+        tokens = STREAMS * STREAM_OUT
+        return seconds, Counter({kind: 1e6 * cpu_s / tokens for kind, cpu_s in spent.items()})
+
+
+def round_of_streams(client: Client, splits: list[Counter[str]]) -> dict[str, float]:
+    """Measure what `--streams` names, in seconds; add the split of a token's time."""
+    streams, split = client.split_of_streams()
+    splits.append(split)
+    return {"streams": streams, "shorts": client.shorts_s(), "gap": client.gap_s()}
+
 
 def one_round(client: Client, *, with_long: bool) -> dict[str, float]:
     """Measure everything once, in seconds."""
@@ -171,6 +247,7 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--behind", action="store_true", help="also a short prompt behind a long")
+    parser.add_argument("--streams", action="store_true", help="many streams and short prompts")
     args = parser.parse_args()
     old, new = (
         Server(folder.resolve(), FIRST_PORT + index)
@@ -179,12 +256,27 @@ def main() -> None:
     rounds: list[dict[str, dict[str, float]]] = []
     with old.up(), new.up():
         clients = {"old": Client(old), "new": Client(new)}
+        splits: dict[str, list[Counter[str]]] = {side: [] for side in clients}
+
+        def measured(side: str) -> dict[str, float]:
+            if args.streams:
+                return round_of_streams(clients[side], splits[side])
+            return one_round(clients[side], with_long=args.behind)
+
         for client in clients.values():
             client.first_token_s(LONG)
         for number in range(args.rounds):
             order = list(clients) if number % 2 else list(reversed(clients))
-            rounds.append({side: one_round(clients[side], with_long=args.behind) for side in order})
-    report.publish({"benchmark": "against_checkout", "rounds": rounds}, compared(rounds), args.json)
+            rounds.append({side: measured(side) for side in order})
+    result: dict[str, Any] = {"benchmark": "against_checkout", "rounds": rounds}
+    if args.streams:
+        result["us_a_token"] = {side: _medians(found) for side, found in splits.items()}
+    report.publish(result, compared(rounds), args.json)
+
+
+def _medians(found: list[Counter[str]]) -> dict[str, float]:
+    kinds = sorted(set().union(*found))
+    return {kind: statistics.median(split[kind] for split in found) for kind in kinds}
 
 
 if __name__ == "__main__":

@@ -14,9 +14,14 @@ from csps.services.settings.settings import shipped_models
 
 @contextmanager
 def checkpoint(name: str, *, layers: int = wide_checkpoint.LAYERS) -> Iterator[Path]:
-    """Yield "needle", the included model, or "wide", a random one that is removed afterwards."""
+    """Yield "needle", the included model, or a random one that is removed afterwards: "wide", or
+    "qwen3", which has the shape of Qwen3-0.6B."""
     if name == "needle":
         yield shipped_models() / name
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield wide_checkpoint.make(Path(folder) / name, layers=layers)
+        place = Path(folder) / name
+        if name == "qwen3":
+            yield wide_checkpoint.make_qwen3(place)
+        else:
+            yield wide_checkpoint.make(place, layers=layers)

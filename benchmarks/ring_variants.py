@@ -39,18 +39,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import report
-import torch
 from checkpoints import checkpoint
+from roofline import peak_flops, prompt_flops
 from testbed import iproute
 from testbed.gang import Gang, GangOptions, prefill_gang
 from testbed.link import Link
 from testbed.network import two_servers
 
 from csps.configurator.model.fits import RingPoint, fit_rule, regret
-from csps.models.checkpoints.loading import measure_weights
-from csps.models.network.spec import read_spec
 from csps.protocols.attention.plan import RINGS
-from csps.protocols.attention.ring_choice import flops_per_second, prefill_flops, utilization
+from csps.protocols.attention.ring_choice import flops_per_second, utilization
 from csps.protocols.core.placement import LAYOUTS, KvSlice, place
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import CancelSequence, PrefillDone, SampledToken
@@ -307,7 +305,7 @@ async def _layouts(ranks: Ranks, model: Path, args: argparse.Namespace) -> list[
         for strategy, layout in ways:
             prompt = _prompt(args.context, seed)
             found[strategy, layout].append(await ranks.prefill(prompt, strategy, layout, 0))
-    flops, peak, devices = _flops(model, args.context), _peak_flops(), ranks.count
+    flops, peak, devices = prompt_flops(model, args.context), peak_flops(), ranks.count
 
     def reached(seconds: float) -> Row:
         return {
@@ -357,38 +355,6 @@ async def _warm_up(ranks: Ranks, args: argparse.Namespace) -> None:
     """Warm up allocators and caches."""
     for strategy in ("ulysses", *RINGS):
         await ranks.prefill(_prompt(min(args.context, 1024), 0), strategy, "contiguous", 0)
-
-
-def _flops(model: Path, tokens: int) -> float:
-    """Return the operations of a prompt.
-
-    Only work on every token counts: embeddings are looked up, and a single row goes through the
-    last layer's attention and the head.
-    """
-    spec = read_spec(model)
-    outside = spec.vocab * spec.hidden * (1 if spec.tie_embeddings else 2)
-    inside = measure_weights(model).parameters - outside
-    layers = spec.layers - 1
-    return prefill_flops(
-        parameters=inside * layers // spec.layers,
-        layers=layers,
-        width=spec.heads * spec.head_dim,
-        new=tokens,
-    )
-
-
-def _peak_flops() -> float:
-    """Return operations a second of a matrix product by one thread, which is what a rank has."""
-    size, rounds, seconds = 1024, 10, []
-    factor_mn = torch.rand(size, size)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        torch.mm(factor_mn, factor_mn)
-        seconds.append(time.perf_counter() - begin)
-    torch.set_num_threads(threads)
-    return 2.0 * size**3 / min(seconds)
 
 
 def _most_pairs(strategy: str, layout: str, length: int, ranks: int) -> float:
