@@ -11,7 +11,7 @@ from typing import Any
 import papers
 import pytest
 
-from csps.configurator.costs.latency_tables import LOONGSERVE_LWM_7B_A800
+from csps.configurator.costs.fitting import StepMeasurement, fit_step
 
 
 def row(**fields: Any) -> papers.Row:
@@ -47,26 +47,36 @@ def test_every_row_names_jobs_that_there_are() -> None:
 
 def test_analytic_rows_are_within_their_tolerances() -> None:
     """The rows that take no simulation, but for those that are known to be outside."""
-    jobs = ("tetris-table-1", "tetris-examples", "cp-rules", "cp-table-5", "cp-scaling", "cp-mfu")
+    jobs = (
+        *("tetris-table-1", "tetris-examples", "loongserve-times"),
+        *("cp-rules", "cp-table-5", "cp-scaling", "cp-mfu"),
+    )
     kept = {job: papers.JOBS[job](papers.QUICK) for job in jobs}
     outside = {
-        row.what.partition(":")[2]
+        row.what
         for row in papers.rows()
         if set(row.jobs) <= kept.keys() and row.judged(kept)[1] == "**outside**"
     }
     assert outside == {
-        " q 2.5% miss rate, us",
-        " all-to-all 10.0% miss rate, us",
-        " CP16, 128,000 tokens, s to the first",
+        "Fig. 3, iteration, SP1 TP8: error at one sequence of 500K tokens",
+        "Fig. 3, iteration, SP4 TP2: error at one sequence of 500K tokens",
+        "Table 5: all-to-all 10.0% miss rate, us",
+        "Tables 6, 7 and text: CP16, 128,000 tokens, s to the first",
     }
 
 
-def test_the_other_calibration_meets_the_ratio() -> None:
-    step = papers.with_ratio(LOONGSERVE_LWM_7B_A800).step(1, 8)
-    ratio = step.predict_ns(100_000) / step.predict_ns(1_000)
-    assert ratio == pytest.approx(papers.RATIO, rel=1e-3)
-    two = papers.with_ratio(LOONGSERVE_LWM_7B_A800).step(1, 2)
-    assert two == LOONGSERVE_LWM_7B_A800.step(1, 2)
+@pytest.mark.parametrize(("sp", "tp"), [(1, 8), (2, 4), (4, 2)])
+def test_a_profile_of_fig_3_s_batches_is_fitted_within_its_tolerance(sp: int, tp: int) -> None:
+    """Whoever measures these batches gets coefficients that predict them."""
+    measured = {
+        ((tokens, 0),) * batch: points[sp, tp][0] / 1e3
+        for (batch, tokens), points in papers.FIG_3.items()
+    }
+    fitted = fit_step(
+        [StepMeasurement(chunks=chunks, seconds=took_s) for chunks, took_s in measured.items()]
+    )
+    for chunks, took_s in measured.items():
+        assert fitted.predict_batch_ns(chunks) / 1e9 == pytest.approx(took_s, rel=0.025)
 
 
 def test_numbers_are_kept_row_by_row_and_not_computed_again(

@@ -30,7 +30,6 @@ from csps.configurator.costs.latency import (
     LinkCost,
     StepCost,
 )
-from csps.configurator.costs.latency_tables import LOONGSERVE_LWM_7B_A800
 from csps.protocols.core.errors import ConfigError
 
 LENGTHS = (128, 512, 1024, 4096, 8192, 16_384, 32_768)
@@ -181,27 +180,6 @@ def test_our_own_fit_of_tetris_table_1_is_within_seven_percent(sp: int) -> None:
     )
     for tokens, took_s in row.items():
         assert fitted.predict_ns(tokens) / 1e9 == pytest.approx(took_s, rel=0.07)
-
-
-@pytest.mark.parametrize(("sp", "tp", "scatter"), [(1, 8, 0.023), (2, 4, 0.015), (4, 2, 0.003)])
-def test_loongserve_s_fig_3_is_fitted_within_two_and_a_half_percent(
-    sp: int, tp: int, scatter: float
-) -> None:
-    """Use the figure's curves with the scatter read off them, up and down in turn: its points are
-    not printed."""
-    curve = LOONGSERVE_LWM_7B_A800.step(sp, tp)
-    points = {
-        tokens: curve.predict_ns(tokens) / 1e9 * (1 + scatter * (-1) ** number)
-        for number, tokens in enumerate(range(10_000, 510_000, 70_000))
-    }
-    fitted = fit_step(
-        [
-            StepMeasurement(chunks=((tokens, 0),), seconds=seconds)
-            for tokens, seconds in points.items()
-        ]
-    )
-    for tokens in points:
-        assert fitted.predict_ns(tokens) == pytest.approx(curve.predict_ns(tokens), rel=0.025)
 
 
 # --- refitting while serving --------------------------------------------------------------------
