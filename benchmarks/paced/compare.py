@@ -1,10 +1,12 @@
 """Compare the live router on paced ranks with the simulator: same requests, times and model.
 
-    python benchmarks/paced/compare.py [--cluster 16] [--rate 2] [--requests 150] [--json FILE]
+    python benchmarks/paced/compare.py [--cluster 16] [--policies csps] [--rate 2] [--json FILE]
 
 The live side is the router as a plain process, ranks in another, and a client that sends every
 request at its time over HTTP. The difference is what the simulator leaves out: HTTP, parsing,
-messages, and other work of the machine. Bounds: 2 % + 5 ms for mean and P99 TTFT.
+messages, and other work of the machine. Bounds: 2 % + 5 ms for the mean and P90 of TTFT. P99 has to
+lie where the simulator's own lies while a message takes 0.5 to 3 ms: one message more or less
+decides which requests share a step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -25,6 +29,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import report
 
+from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import load_cluster
 from csps.loadgen.simulator.simulate import (
     options_of,
@@ -53,57 +58,99 @@ LEAD_S = 1.0
 """Time from the start of the clock to the first request."""
 WORD = 300
 RELATIVE, ABSOLUTE_MS = 0.02, 5.0
+NOTICES_MS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+"""Times of a message for which the simulator's P99 is compared."""
 POLICY_OPTIONS = {
     "csps": ("spt_tokens=256", "short_tokens=64", "urgent_batch_tokens=128", "max_batch=512"),
     "fixed_sp": ("sp=8", "max_batch=512"),
+    "tetris": ("min_chunk=32", "max_batch=512"),
+    "context_parallel": ("max_batch=512",),
     "chunked_prefill": ("token_budget=64", "max_batch=64"),
 }
+"""Options by which policies suit prompts that are shorter by `SMALLER`.
+
+`loongserve` is missing: the paced ranks of an elastic gang compute prompts in iterations only.
+"""
 
 
 def main() -> None:
     arguments = _arguments()
-    cluster = str(CLUSTERS / f"{arguments.cluster}.yaml")
-    options = POLICY_OPTIONS[arguments.policy]
     requests = _requests(arguments)
-    expected = simulate(load_cluster(cluster), arguments.policy, options_of(options), requests)
-    with served(cluster, arguments.policy, *options) as server:
-        answers = uvloop.run(ask_all(server.port, requests.requests))
-    simulated_ms = [outcome.ttft_ns / 1e6 for outcome in expected.outcomes]
-    live_ms = [answer.ttft_s * 1e3 for answer in answers]
-    rows = [
-        _row(name, figure(live_ms), figure(simulated_ms))
-        for name, figure in (
-            ("mean", np.mean),
-            ("P50", np.median),
-            ("P90", lambda ms: np.percentile(ms, 90)),
-            ("P99", lambda ms: np.percentile(ms, 99)),
+    rows: list[dict[str, Any]] = []
+    right = True
+    ranks: dict[str, Any] = {}
+    for policy in arguments.policies:
+        found, answers, ranks[policy] = _compared(policy, arguments.cluster, requests)
+        rows += found
+        right &= all(
+            answer.events == request.output_length
+            for answer, request in zip(answers, requests.requests, strict=True)
         )
-    ]
     result = {
         "benchmark": "paced_compare",
         "cluster": arguments.cluster,
-        "policy": arguments.policy,
         "rate": arguments.rate,
         "requests": arguments.requests,
         "seed": arguments.seed,
-        "tokens_right": all(
-            answer.events == request.output_length
-            for answer, request in zip(answers, requests.requests, strict=True)
-        ),
-        "ranks": server.after,
-        "met": all(row["within"] for row in rows if row["TTFT"] in ("mean", "P99")),
+        "tokens_right": right,
+        "ranks": ranks,
+        "met": all(row["within"] for row in rows if row["within"] is not None),
     }
     report.publish(result, rows, arguments.json)
     if not result["met"]:
         sys.exit("missed")
 
 
+def _compared(
+    policy: str, instances: str, requests: FittedRequests
+) -> tuple[list[dict[str, Any]], list[Answer], dict[str, Any]]:
+    """Return a policy's rows, its live answers, and the statistics of the paced ranks."""
+    path, options = str(CLUSTERS / f"{instances}.yaml"), POLICY_OPTIONS[policy]
+    model = load_cluster(path)
+
+    def simulated_ms(cluster: ClusterModel) -> list[float]:
+        outcomes = simulate(cluster, policy, options_of(options), requests).outcomes
+        return [outcome.ttft_ns / 1e6 for outcome in outcomes]
+
+    expected_ms = simulated_ms(model)
+    tails_ms = [
+        float(np.percentile(simulated_ms(replace(model, notice_ns=round(notice * 1e6))), 99))
+        for notice in NOTICES_MS
+    ]
+    with served(path, policy, *options) as server:
+        answers = uvloop.run(ask_all(server.port, requests.requests))
+    live_ms = [answer.ttft_s * 1e3 for answer in answers]
+    rows = [
+        _row(policy, name, float(figure(live_ms)), float(figure(expected_ms)))
+        for name, figure in (
+            ("mean", np.mean),
+            ("P50", np.median),
+            ("P90", lambda ms: np.percentile(ms, 90)),
+        )
+    ]
+    tail_ms = float(np.percentile(live_ms, 99))
+    rows.append(
+        {
+            "policy": policy,
+            "TTFT": "P99",
+            "live_ms": round(tail_ms, 2),
+            "simulated_ms": round(float(np.percentile(expected_ms, 99)), 2),
+            "bound_ms": f"{min(tails_ms):.1f} to {max(tails_ms):.1f}",
+            "within": min(tails_ms) <= tail_ms <= max(tails_ms),
+        }
+    )
+    return rows, answers, server.after
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--cluster", choices=sorted(path.stem for path in CLUSTERS.glob("*.yaml")), default="16"
+        "--cluster",
+        choices=sorted(path.stem for path in CLUSTERS.glob("[0-9]*.yaml")),
+        default="16",
+        help="instances that prefill",
     )
-    parser.add_argument("--policy", choices=POLICY_OPTIONS, default="csps")
+    parser.add_argument("--policies", nargs="+", choices=POLICY_OPTIONS, default=["csps"])
     parser.add_argument("--rate", type=float, default=2.0)
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
@@ -163,14 +210,15 @@ def _body(prompt: int, tokens: int, model: str) -> bytes:
     ).encode()
 
 
-def _row(name: str, live: float, simulated: float) -> dict[str, object]:
+def _row(policy: str, name: str, live_ms: float, simulated_ms: float) -> dict[str, Any]:
+    bound_ms = RELATIVE * simulated_ms + ABSOLUTE_MS
     return {
+        "policy": policy,
         "TTFT": name,
-        "live_ms": round(float(live), 2),
-        "simulated_ms": round(float(simulated), 2),
-        "difference_ms": round(float(live - simulated), 2),
-        "bound_ms": round(float(RELATIVE * simulated + ABSOLUTE_MS), 2),
-        "within": bool(abs(live - simulated) <= RELATIVE * simulated + ABSOLUTE_MS),
+        "live_ms": round(live_ms, 2),
+        "simulated_ms": round(simulated_ms, 2),
+        "bound_ms": f"{simulated_ms - bound_ms:.1f} to {simulated_ms + bound_ms:.1f}",
+        "within": None if name == "P50" else abs(live_ms - simulated_ms) <= bound_ms,
     }
 
 
