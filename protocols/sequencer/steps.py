@@ -162,17 +162,17 @@ class SequencedSteps:
 
     def interrupted(self, step: SequencedStep) -> bool:
         """Return True if a started high-priority step occupies a rank of this low-priority one."""
+        if step.task.high_priority or not self._running[True]:
+            return False
         occupants = self._occupant[True]
-        return not step.task.high_priority and any(
-            occupants[rank] is not None for rank in step.task.ranks
-        )
+        return any(occupants[rank] is not None for rank in step.task.ranks)
 
     def interruptible(self, step: SequencedStep) -> bool:
         """Return True if a high-priority step has, or waits for, a rank of this low-priority
         one."""
-        return not step.task.high_priority and any(
-            self._wanted_high_priority[r] for r in step.task.ranks
-        )
+        if step.task.high_priority or not (self._running[True] or self._ready[True]):
+            return False
+        return any(self._wanted_high_priority[rank] for rank in step.task.ranks)
 
     def add(self, task: StepSpec) -> None:
         """Add a submitted step."""
