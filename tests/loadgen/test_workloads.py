@@ -54,7 +54,7 @@ def test_no_lengths_up_to_a_million_have_the_deviation_of_csps_table_2() -> None
         ("tetris-short", 4 * K, 95 * K, 23.6 * K),
         ("tetris-medium", 8 * K, 142 * K, 32.8 * K),
         ("tetris-long", 16 * K, 190 * K, 50.1 * K),
-        ("sharegpt", 4, 2300, 161.31),
+        ("sharegpt", 6, 2238, 896.85),
         ("l-eval", 2.7 * K, 210.5 * K, 16.5 * K),
         # 102,380 words on average, 387,406 at most, which are 497.3K tokens
         ("lv-eval", 15.1 * K, 497.3 * K, 102_380 * 497.3 * K / 387_406),
@@ -70,15 +70,15 @@ def test_published_ranges_and_means(
 
 
 def test_answers_of_sharegpt_have_the_published_mean() -> None:
-    assert sampled("sharegpt")[1].mean() == pytest.approx(337.99, rel=0.02)
+    assert sampled("sharegpt")[1].mean() == pytest.approx(232.63, rel=0.02)
 
 
 def test_mixed_is_equal_parts_with_lengths_that_belong_together() -> None:
     inputs, outputs = sampled("mixed")
     chat = inputs <= 2300
     assert chat.mean() == pytest.approx(1 / 3, abs=0.01)
-    assert inputs[chat].mean() == pytest.approx(161.31, rel=0.04)
-    assert outputs[chat].mean() == pytest.approx(337.99, rel=0.04)
+    assert inputs[chat].mean() == pytest.approx(896.85, rel=0.04)
+    assert outputs[chat].mean() == pytest.approx(232.63, rel=0.04)
     assert outputs[inputs > 210_500].max() <= 64
 
 
