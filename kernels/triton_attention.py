@@ -49,7 +49,7 @@ DECODE_WAVES = 4  # programs per processor to aim at when splitting the runs in 
 TOKEN_ROWS, SHORT_ROWS, LONG_ROWS = 16, 64, 128
 """Rows (tokens x group) of a tile: of one token in decode, of a call with few rows, of any other.
 Each size is a variant of its kernel, and takes seconds to compile: a size for each power of two
-would be compiled at the first riding piece, the first short end of a prompt, and so on."""
+would be compiled at the first piggybacked chunk, the first short suffix, and so on."""
 FEWEST_KEYS = 16  # tensor cores take no fewer
 
 

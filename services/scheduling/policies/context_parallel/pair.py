@@ -274,17 +274,17 @@ class ContextParallelPair:
     def start_high_priority(self, request: Request) -> GangStartResult:
         """Start a short prompt as a high-priority step on one instance, where it waits least.
 
-        If its end is computed no later on the holders of its cached prefix, it starts there.
+        If its suffix is computed no later on the holders of its cached prefix, it starts there.
         """
         if self._too_long(request):
             return GangStartResult.BLOCKED
         whole = self._least_wait(request)
-        end = self._end(request, whole)
-        sooner = end or whole
+        suffix = self._suffix(request, whole)
+        sooner = suffix or whole
         if self._piggyback(request, sooner and sooner.high_priority_end_ns):
             return GangStartResult.STARTS
-        if end is not None:
-            self._start(request, end, high_priority=True)
+        if suffix is not None:
+            self._start(request, suffix, high_priority=True)
         elif whole is not None:
             self._start_whole(request, whole)
         else:
@@ -293,8 +293,8 @@ class ContextParallelPair:
             return GangStartResult.WAITS if waits else GangStartResult.BLOCKED
         return GangStartResult.STARTS
 
-    def start_end(self, request: Request, *, at_head: bool) -> bool:
-        """Start a longer prompt if only a short end is not cached, or inside what runs if its
+    def start_suffix(self, request: Request, *, at_head: bool) -> bool:
+        """Start a longer prompt if only a short suffix is not cached, or inside what runs if its
         tenant is modest; return True if it starts.
 
         Args:
@@ -303,14 +303,14 @@ class ContextParallelPair:
         """
         if self._too_long(request):
             return False
-        end = self._end(request, None)
-        within_ns = end and end.high_priority_end_ns
-        if end is None and at_head and self._lacks_little(request):
+        suffix = self._suffix(request, None)
+        within_ns = suffix and suffix.high_priority_end_ns
+        if suffix is None and at_head and self._lacks_little(request):
             work = self._low_priority(request)
             within_ns = work and work.ends_ns - self._view.now_ns
         if self._piggyback(request, within_ns):
             return True
-        preempting = end or (self._preempting(request, at_head) if request.modest else None)
+        preempting = suffix or (self._preempting(request, at_head) if request.modest else None)
         if preempting is not None:
             self._start(request, preempting, high_priority=True)
         return preempting is not None
@@ -358,20 +358,20 @@ class ContextParallelPair:
         candidate = min(candidates, key=_wait)
         return Reuse(NOTHING, [candidate], [tokens], choice.strategy, choice.time_ns)
 
-    def _end(self, request: Request, whole: Reuse | None) -> Reuse | None:
-        """Compute a short end on the holders of its prefix, if that ends no later than `whole`."""
+    def _suffix(self, request: Request, whole: Reuse | None) -> Reuse | None:
+        """Compute a short suffix on the holders of its prefix, if no later than `whole`."""
         cached = self._view.cached(request, self._gang)
         if cached is None or not self._has_room(request, cached):
             return None
-        end = self._reuses.end(request, cached, self._options.short_tokens)
-        if end is None or (
-            whole is not None and whole.high_priority_end_ns < end.high_priority_end_ns
+        suffix = self._reuses.suffix(request, cached, self._options.short_tokens)
+        if suffix is None or (
+            whole is not None and whole.high_priority_end_ns < suffix.high_priority_end_ns
         ):
             return None
-        return end
+        return suffix
 
     def _lacks_little(self, request: Request) -> bool:
-        """Return True if the decode gang lacks only an end that may be piggybacked."""
+        """Return True if the decode gang lacks only a suffix that may be piggybacked."""
         if self._is_one or not self._piggybacking.most:
             return False
         cached = self._view.cached(request, self._decode_gang)
@@ -380,7 +380,7 @@ class ContextParallelPair:
         )
 
     def _piggyback(self, request: Request, within_ns: int | None) -> bool:
-        """Let the decode gang compute the end of a prompt; return True if it does.
+        """Let the decode gang compute the suffix of a prompt; return True if it does.
 
         Args:
             within_ns: time from now on within which that must end; None: any, since the prompt

@@ -5,7 +5,7 @@ A group of instances computes a prompt around a ring, in zigzag, so that all hav
 A larger group has to save `least_saving` of the time. Requests are decoded by pass-Q over all KV
 holders (§3.6, `KvHolders`).
 
-Requests start first come, first served within a queue. Short prompts and short ends of prompts
+Requests start first come, first served within a queue. Short prompts and short suffixes
 preempt long steps, by at most the preemption budget (`events/limits.py`), or are piggybacked. Slots
 are given in the same order: if a request finds too few, all wait for it, so none starves.
 """
@@ -29,7 +29,7 @@ MOST_STARTS = 128
 """Most requests that a round starts. More wait for the next round, which follows at once, so that
 the router's event loop is not blocked while hundreds are placed."""
 LOOK_AHEAD = 64
-"""Prompts behind a waiting one that a round still tries for short ends."""
+"""Prompts behind a waiting one that a round still tries for short suffixes."""
 
 
 class ContextParallel:
@@ -69,7 +69,7 @@ class ContextParallel:
             # A longer prompt counts by the tokens that are left to compute.
             at_head = queues.is_open(high_priority=high_priority)
             if not high_priority and any(
-                gang.start_end(request, at_head=at_head) for gang in gangs
+                gang.start_suffix(request, at_head=at_head) for gang in gangs
             ):
                 started += 1
             elif at_head:
@@ -115,7 +115,7 @@ class _Queues:
         return self._open[high_priority]
 
     def close(self, *, high_priority: bool) -> None:
-        """Close a queue; of the low-priority one, try a few more prompts for short ends."""
+        """Close a queue; of the low-priority one, try a few more prompts for short suffixes."""
         self._open[high_priority] = False
         self._left[high_priority] = islice(
             self._left[high_priority], 0 if high_priority else LOOK_AHEAD

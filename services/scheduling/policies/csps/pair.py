@@ -2,7 +2,7 @@
 
 `RoundPlan` collects what starts on the pair and tracks what is left. `LeastWait` finds the instance
 for each short prompt, and `LongPrompts` the group for each longer one, with fillers in the slack of
-its last SPT. `CspsPair` starts short prompts and short ends of prompts.
+its last SPT. `CspsPair` starts short prompts and short suffixes.
 """
 
 from __future__ import annotations
@@ -439,7 +439,7 @@ class CspsPair:
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens, waited_ns)
         candidate = self._least_wait.candidate(request, choice.time_ns)
         soonest_ns = None if candidate is None else candidate.high_priority_ns + choice.time_ns
-        if self._start_end(request, placed, soonest_ns, end_by_ns):
+        if self._start_suffix(request, placed, soonest_ns, end_by_ns):
             return StartResult.STARTS
         if candidate is None:
             roomy = any(other.free >= tokens for other in self._prefill.candidates)
@@ -455,8 +455,8 @@ class CspsPair:
         self.long.changed(candidate)
         return StartResult.STARTS
 
-    def start_end(self, request: Request, end_by_ns: int | None, *, at_head: bool) -> bool:
-        """Compute the end of a longer prompt, if it is short and the rest is cached.
+    def start_suffix(self, request: Request, end_by_ns: int | None, *, at_head: bool) -> bool:
+        """Compute the suffix of a longer prompt, if it is short and the rest is cached.
 
         Args:
             end_by_ns: time by which the answer must end; None: any.
@@ -464,14 +464,14 @@ class CspsPair:
                 a low-priority step.
         """
         left = _left(request, self.round_plan.cached(request))
-        if not (left <= self._longest_end(request) or self._may_piggyback(request)):
+        if not (left <= self._longest_suffix(request) or self._may_piggyback(request)):
             return False
         placed = self.round_plan.place(request)
         if placed is None:
             return False
         reuse = self.long.reuse(request) if at_head else None
         soonest_ns = None if reuse is None else reuse.ends_ns - self._now_ns
-        return self._start_end(request, placed, soonest_ns, end_by_ns)
+        return self._start_suffix(request, placed, soonest_ns, end_by_ns)
 
     def start_modest(self, request: Request, end_by_ns: int | None, *, at_head: bool) -> bool:
         """Compute a prompt of a modest tenant inside whatever runs, on the group that it fills.
@@ -518,9 +518,9 @@ class CspsPair:
         self.round_plan.add_step(step)
         return True
 
-    def _longest_end(self, request: Request) -> int:
+    def _longest_suffix(self, request: Request) -> int:
         """Return the most tokens that may be computed on the holders of a cached prefix inside what
-        runs there: a short end, or of a modest tenant what the holders would compute anyway."""
+        runs there: a short suffix, or of a modest tenant what the holders would compute anyway."""
         cached = self.round_plan.cached(request) if request.modest else None
         if cached is None:
             return self._options.short_tokens
@@ -531,14 +531,14 @@ class CspsPair:
         most = self._piggybacking.most
         return most > 0 and _left(request, self.round_plan.cached_decoding(request)) <= most
 
-    def _start_end(
+    def _start_suffix(
         self,
         request: Request,
         placed: Placed,
         soonest_ns: int | None,
         end_by_ns: int | None,
     ) -> bool:
-        """Compute the end of a prompt where it ends first, if that is no later than elsewhere.
+        """Compute the suffix of a prompt where it ends first, if that is no later than elsewhere.
 
         The places are the holders of its cached prefix, as a high-priority step, and an iteration
         of the gang that will decode it.
@@ -549,7 +549,7 @@ class CspsPair:
         by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request) - self._now_ns
         within_ns = min((ns for ns in (soonest_ns, by_ns) if ns is not None), default=None)
         cached = self.round_plan.cached(request)
-        reuse = self.round_plan.reuses.end(request, cached, self._longest_end(request))
+        reuse = self.round_plan.reuses.suffix(request, cached, self._longest_suffix(request))
         if reuse is not None:
             if within_ns is None or reuse.high_priority_end_ns <= within_ns:
                 within_ns = reuse.high_priority_end_ns

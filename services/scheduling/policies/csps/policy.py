@@ -1,7 +1,7 @@
 """The policy `csps` cuts prompts into sequence partitions (SPTs) over the instances they fill.
 
 Requests start first come, first served (CSPS §3.2), except that short prompts preempt long ones,
-short ends of prompts start on the holders of their cached prefix (or piggybacked where they are
+short suffixes start on the holders of their cached prefix (or piggybacked where they are
 decoded), prompts of modest tenants start inside those of others (`core/queue.py`), and waiting
 prompts fill the slack of the last SPT of a starting step.
 
@@ -83,7 +83,7 @@ class _Round:
                 misses += not self._consider_long(long, next_long, first_short)
                 next_long += 1
             elif take_long:
-                passed += not self._consider_end(long[next_long], at_head=False)
+                passed += not self._consider_suffix(long[next_long], at_head=False)
                 next_long += 1
             elif next_short < len(short):
                 misses += not self._consider_short(short[next_short])
@@ -107,21 +107,21 @@ class _Round:
     ) -> bool:
         """Start the long prompt at an index; return True if it starts."""
         request = long[index]
-        if self._consider_end(request, at_head=True):
+        if self._consider_suffix(request, at_head=True):
             return True
         result = self._try(lambda pair: pair.long.start(long, index, first_short))
         self._long_queue_open = result is StartResult.STARTS
         return self._note(request, result)
 
-    def _consider_end(self, request: Request, *, at_head: bool) -> bool:
-        """Start a longer prompt if only a short end is left to compute, or if its tenant is modest:
-        inside what runs already."""
+    def _consider_suffix(self, request: Request, *, at_head: bool) -> bool:
+        """Start a longer prompt inside what runs already, if only a short suffix is left to compute
+        or if its tenant is modest."""
         if self._started(request):
             return True  # It fills the slack of a step already.
         self._bound_by_older(request)
         end_by_ns = self._end_by_ns
         return any(
-            pair.start_end(request, end_by_ns, at_head=at_head)
+            pair.start_suffix(request, end_by_ns, at_head=at_head)
             or (request.modest and pair.start_modest(request, end_by_ns, at_head=at_head))
             for pair in self._pairs
         )

@@ -424,19 +424,19 @@ class Reuses:
         choice = self._cost.best(request.cls, shape, cached.tokens, left, waited_ns)
         return Reuse(cached, group, [size for _, size in used], choice.strategy, choice.time_ns)
 
-    def end(
+    def suffix(
         self,
         request: Request,
         cached: Cached | None,
         most: int,
     ) -> Reuse | None:
-        """Compute the end of a prompt on the holders of its prefix, as a high-priority step.
+        """Compute the suffix of a prompt on the holders of its prefix, as a high-priority step.
 
         Args:
             most: tokens of a short end.
 
         Returns:
-            None if the end is not short, or if one of the holders may not be preempted.
+            None if the suffix is not short, or if one of the holders may not be preempted.
         """
         if cached is None or request.prompt_tokens - cached.tokens > most:
             return None

@@ -1,6 +1,6 @@
 """Pictures of gangs that retain beginnings of prompts.
 
-What counts of a prompt is what is left to compute: short ends, and where they are computed.
+What counts of a prompt is what is left to compute: short suffixes, and where they are computed.
 """
 
 from __future__ import annotations
