@@ -94,36 +94,20 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
 def _of_own_rows(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
     """Return a strategy in which members begin with own rows of all heads."""
     name = group.step.strategy
-    if name == "ulysses":
-        return _ulysses(group, engine)
-    if name == "ring_kv":
-        return _ring_kv(group, engine)
+    if name in ("ulysses", "ring_kv"):
+        by_heads: type[Ulysses] | type[RingKv] = Ulysses if name == "ulysses" else RingKv
+        return by_heads(
+            group,
+            engine.pool,
+            heads=engine.heads,
+            kv_heads=len(engine.kv_heads),
+            scale=engine.spec.scale,
+            sinks=engine.sinks,
+        )
     if name == "ring_q":
         return RingQ(group, engine.pool, scale=engine.spec.scale, sinks=engine.sinks)
     assert name in ("levels", "csa"), f"check_step let strategy {name!r} pass"
     return _csa(group, engine)
-
-
-def _ulysses(group: SpGroup, engine: Engine) -> Ulysses:
-    return Ulysses(
-        group,
-        engine.pool,
-        heads=engine.heads,
-        kv_heads=len(engine.kv_heads),
-        scale=engine.spec.scale,
-        sinks=engine.sinks,
-    )
-
-
-def _ring_kv(group: SpGroup, engine: Engine) -> RingKv:
-    return RingKv(
-        group,
-        engine.pool,
-        heads=engine.heads,
-        kv_heads=len(engine.kv_heads),
-        scale=engine.spec.scale,
-        sinks=engine.sinks,
-    )
 
 
 def _csa(group: SpGroup, engine: Engine) -> Csa:
