@@ -103,6 +103,22 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-prompts", type=_prompts, help="default: 1000, or the whole file, as -1 is"
     )
+    _add_lengths(group)
+    group.add_argument("--tokenizer", type=Path, help="folder with the model's tokenizer.json")
+    _add_conversations(group)
+    group.add_argument(
+        "--objective",
+        type=json_object,
+        action="append",
+        default=[],
+        metavar="JSON",
+        help='of the requests in turn: {"objective": "ttft", "max_accuracy_loss": 0.01}',
+    )
+    group.add_argument("--seed", type=int, default=0, help="of lengths, texts and times (0)")
+    group.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests here")
+
+
+def _add_lengths(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--input-len",
         "--random-input-len",
@@ -147,7 +163,9 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, help="cut prompts that do not fit; default: the server's own"
     )
-    group.add_argument("--tokenizer", type=Path, help="folder with the model's tokenizer.json")
+
+
+def _add_conversations(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--turns", type=int, default=1, help="of each conversation (%(default)s)")
     group.add_argument(
         "--turn-len", type=int, default=128, help="tokens that a later turn adds (128)"
@@ -159,16 +177,6 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="from an answer to the next turn (%(default)s)",
     )
-    group.add_argument(
-        "--objective",
-        type=json_object,
-        action="append",
-        default=[],
-        metavar="JSON",
-        help='of the requests in turn: {"objective": "ttft", "max_accuracy_loss": 0.01}',
-    )
-    group.add_argument("--seed", type=int, default=0, help="of lengths, texts and times (0)")
-    group.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests here")
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:

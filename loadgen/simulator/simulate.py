@@ -102,11 +102,25 @@ def progress_on(out: TextIO, total: int) -> Callable[[int], None] | None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's arguments."""
-    clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
     parser = argparse.ArgumentParser(
         prog="csps simulate",
         description="Run a scheduling policy on a simulated cluster (docs/simulator.md).",
     )
+    _add_cluster_options(parser)
+    _add_workload_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots here")
+    arguments = parser.parse_args(argv)
+    if (users := arguments.max_concurrency) is not None:
+        if users < 1 or arguments.rate is not None:
+            parser.error("--max-concurrency: at least 1, and no --rate beside it")
+    elif arguments.workload and arguments.rate is None:
+        parser.error("--workload needs a --rate or --max-concurrency")
+    return arguments
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
     parser.add_argument(
         "--policy",
         default="csps",
@@ -132,6 +146,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default="least_slack",
         help="of requests with objectives; others than the first are for comparison",
     )
+
+
+def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
     add_trace_options(parser, source)
@@ -153,7 +170,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--kv-reuse",
         type=share,
         metavar="SHARE",
-        help="keep KV for prompts that begin alike (hash_ids), in so much of the slots (0 to 1)",
+        help="cache KV of common prefixes (hash_ids), in so much of the slots (0 to 1)",
     )
     parser.add_argument("--requests", type=int, help="default: 1000, or the whole trace")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and times (0)")
@@ -167,15 +184,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--accuracy", type=Path, metavar="FOLDER", help="regressor of the loss of accuracy"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots here")
-    arguments = parser.parse_args(argv)
-    if (users := arguments.max_concurrency) is not None:
-        if users < 1 or arguments.rate is not None:
-            parser.error("--max-concurrency: at least 1, and no --rate beside it")
-    elif arguments.workload and arguments.rate is None:
-        parser.error("--workload needs a --rate or --max-concurrency")
-    return arguments
 
 
 def add_trace_options(
