@@ -10,16 +10,14 @@ from pathlib import Path
 
 import httpx
 from agent_checkpoints import THINKING_TEMPLATE, with_template
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from live_server import serving
 from tiny_checkpoints import make_checkpoint
 
-from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import HttpSettings, Settings
-from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 60
 
@@ -59,14 +57,7 @@ async def agent_server(parser: RequestParser, *keys: str) -> AsyncIterator[Agent
     """Serve a model that answers "Yes." until told otherwise."""
     service = FakeService(parser.tokenizer, "Yes.")
     pool = ParserPool(parser.body_parser)
-    api = HttpApi(
-        parser=parser,
-        parser_pool=pool,
-        service=service,
-        keys=ApiKeys(keys),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
-    )
+    api = http_api(parser, service, parser_pool=pool, keys=ApiKeys(keys))
     try:
         async with (
             serving(api.app()) as url,

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.protocols.gang.messages import SampledToken, TokenLogprob
+from csps.services.http.api import HttpApi, Service
+from csps.services.http.parser_pool import ParserPool
+from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import ApiKey, RequestSpec, SloBounds
 from csps.services.scheduling.deciding.decisions import CapacityCheck
+from csps.services.settings.credentials import ApiKeys
+from csps.services.telemetry.metrics import Metrics
 
 
 class FakeService:
@@ -96,3 +102,15 @@ class FakeService:
         handle.finish(handle.finish_reason or "cancelled")
         if handle.finish_reason == "cancelled":
             self.cancelled.set()
+
+
+def http_api(parser: RequestParser, service: Service, **options: Any) -> HttpApi:
+    """Return the HTTP handlers of a service, by default without API keys."""
+    defaults: dict[str, Any] = {
+        "keys": ApiKeys([]),
+        "metrics": Metrics("tiny"),
+        "max_body_bytes": 1_000_000,
+    }
+    if "parser_pool" not in options:
+        defaults["parser_pool"] = ParserPool(parser.body_parser)
+    return HttpApi(parser=parser, service=service, **{**defaults, **options})

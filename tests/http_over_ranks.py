@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 from cluster_waits import linked
+from fake_service import http_api
 from gang_driver import ANSWER_S, SECRET, START_S, GangPlan
 from gang_threads import ThreadGang, eventually, started
 from live_server import serving
@@ -22,7 +23,6 @@ from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.fencing import MemoryGenerations
 from csps.services.cluster.membership import ClusterView, StaticDirectory
 from csps.services.deployments.configurator import attention_shape
-from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.router.cost_table_service import Configure, CostTableService
@@ -125,13 +125,8 @@ async def served(
         parser = RequestParser(settings)
         parser_pool = ParserPool(parser.body_parser)
         stack.push_async_callback(parser_pool.close)
-        api = HttpApi(
-            parser=parser,
-            parser_pool=parser_pool,
-            service=service,
-            keys=ApiKeys(keys),
-            metrics=metrics,
-            max_body_bytes=1_000_000,
+        api = http_api(
+            parser, service, parser_pool=parser_pool, keys=ApiKeys(keys), metrics=metrics
         )
         url = await stack.enter_async_context(serving(api.app()))
         client = httpx.AsyncClient(base_url=url, timeout=ANSWER_S)

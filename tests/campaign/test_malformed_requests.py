@@ -10,18 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 from agent_checkpoints import THINKING_TEMPLATE, with_template
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from live_server import serving
 from malformed_requests import ENDPOINTS, send_malformed
 from property_examples import examples
 from tiny_checkpoints import make_checkpoint
 
-from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
-from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import HttpSettings, KvReuseSettings, Settings
-from csps.services.telemetry.metrics import Metrics
 
 START_S = 60.0
 
@@ -60,14 +57,7 @@ class ServingThread:
         )
         parser = RequestParser(settings)
         pool = ParserPool(parser.body_parser)
-        api = HttpApi(
-            parser=parser,
-            parser_pool=pool,
-            service=FakeService(parser.tokenizer, "an answer"),
-            keys=ApiKeys([]),
-            metrics=Metrics("tiny"),
-            max_body_bytes=1_000_000,
-        )
+        api = http_api(parser, FakeService(parser.tokenizer, "an answer"), parser_pool=pool)
         try:
             async with serving(api.app()) as self.url:
                 self._ready.set()

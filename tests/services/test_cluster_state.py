@@ -16,11 +16,10 @@ from typing import Any
 import httpx
 import pytest
 from fake_gangs import FakeCell, FakeGang, fake_cell
+from fake_service import http_api
 from live_server import serving
 
 from csps.protocols.core.errors import FaultError
-from csps.services.http.api import HttpApi
-from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.launch.top_command import lines
 from csps.services.launch.top_command import main as top
@@ -28,7 +27,6 @@ from csps.services.requests.request_spec import SloBounds
 from csps.services.router.cluster_state import MOST_RUNNING, MOST_WAITING, StateSnapshots
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import AuthSettings, Settings
-from csps.services.telemetry.metrics import Metrics
 
 BROWSER_S = 60.0
 KEYS = ["operator good-key", "client other-key"]
@@ -111,13 +109,9 @@ async def page(
     parser: RequestParser, cell: FakeCell, *, on: bool = True, **options: Any
 ) -> AsyncIterator[str]:
     """Serve the state of a cell over HTTP; yield the URL."""
-    api = HttpApi(
-        parser=parser,
-        parser_pool=ParserPool(parser.body_parser),
-        service=cell.service,
-        keys=options.pop("keys", ApiKeys([])),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
+    api = http_api(
+        parser,
+        cell.service,
         state=snapshots(cell, ttft=(9, 3), all=(7, 5)).encoded if on else None,
         **options,
     )

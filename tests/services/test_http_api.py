@@ -14,22 +14,20 @@ from unittest.mock import patch
 
 import httpx
 import pytest
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from live_server import serving
 from starlette.types import Message
 
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.core.errors import GangLost, QueueFull
-from csps.services.http import api as http_api
+from csps.services.http import api as api_module
 from csps.services.http.api import HEARTBEAT, EventStream, HttpApi
-from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
 from csps.services.requests.request_spec import SloBounds
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import AuthSettings, KeyLimits, Settings
-from csps.services.telemetry.metrics import Metrics
 
 ANSWER = "The naïve café 🙂 END of it"
 DEADLINE_S = 60
@@ -47,14 +45,7 @@ async def service(parser: RequestParser) -> FakeService:
 
 @pytest.fixture
 def api(parser: RequestParser, service: FakeService) -> HttpApi:
-    return HttpApi(
-        parser=parser,
-        parser_pool=ParserPool(parser.body_parser),
-        service=service,
-        keys=ApiKeys([]),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
-    )
+    return http_api(parser, service)
 
 
 @pytest.fixture
@@ -707,7 +698,7 @@ async def test_a_client_that_disconnects_from_a_stream_stops_the_work(
 async def test_a_stream_sends_heartbeats_during_a_long_prefill(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(api_module, "FIRST_TOKEN_GRACE_S", 0.01)
     monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {"heartbeat_s": 0.01})
     service.gate = asyncio.Event()
     async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
@@ -747,7 +738,7 @@ async def test_a_heartbeat_that_cannot_be_sent_ends_the_stream() -> None:
 async def test_a_fault_after_the_stream_began_without_tokens_is_an_event(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(api_module, "FIRST_TOKEN_GRACE_S", 0.01)
     service.gate, service.failure = asyncio.Event(), GangLost("gone")
     async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
         service.gate.set()
@@ -759,7 +750,7 @@ async def test_a_fault_after_the_stream_began_without_tokens_is_an_event(
 async def test_a_client_that_disconnects_before_the_first_token_stops_the_work(
     client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(api_module, "FIRST_TOKEN_GRACE_S", 0.01)
     service.gate = asyncio.Event()
     async with asyncio.timeout(DEADLINE_S):
         async with client.stream("POST", "/v1/completions", json=completion(stream=True)):

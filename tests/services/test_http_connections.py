@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fake_gangs import until
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from live_server import serving
 from ray.serve._private import replica
 from ray.serve._private.common import DeploymentID, RequestMetadata
@@ -35,11 +35,8 @@ from csps.services.http.header_deadline import (
     TEXT_HEADERS,
     BoundedHttpProtocol,
 )
-from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
-from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import Settings
-from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 60
 CALLBACK_S = 0.05
@@ -360,14 +357,7 @@ async def service(parser: RequestParser) -> FakeService:
 
 @pytest.fixture
 def api(parser: RequestParser, service: FakeService) -> HttpApi:
-    return HttpApi(
-        parser=parser,
-        parser_pool=ParserPool(parser.body_parser),
-        service=service,
-        keys=ApiKeys([]),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
-    )
+    return http_api(parser, service)
 
 
 async def answer_to(url: str, *parts: bytes) -> bytes:

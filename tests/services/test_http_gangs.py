@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_gangs import FakeCell, FakeGang, fake_cell, until
+from fake_service import http_api
 from live_server import serving
 from paused_parsers import paused
 
@@ -21,9 +22,7 @@ from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.scheduling.events.limits import QueueLimits
-from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import HttpSettings, Settings
-from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 60
 ONE_AT_A_TIME = QueueLimits(max_waiting=1)
@@ -66,14 +65,7 @@ class Server:
 async def served(parser: RequestParser, **options: Any) -> AsyncIterator[Server]:
     async with fake_cell(**options) as cell:
         pool = ParserPool(parser.body_parser)
-        api = HttpApi(
-            parser=parser,
-            parser_pool=pool,
-            service=cell.service,
-            keys=ApiKeys([]),
-            metrics=Metrics("tiny"),
-            max_body_bytes=4_000_000,
-        )
+        api = http_api(parser, cell.service, parser_pool=pool, max_body_bytes=4_000_000)
         try:
             async with (
                 serving(api.app()) as url,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from loop_watch import watched_loop
 
 from csps.models.tokenizers.tokenizer import Tokenizer
@@ -21,9 +21,7 @@ from csps.services.http.body import ByteBudget
 from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.requests.request_handle import RequestHandle
-from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import Settings
-from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 60
 TOKENS = 4096
@@ -73,14 +71,7 @@ def service(parser: RequestParser) -> BurstService:
 @pytest.fixture
 async def api(parser: RequestParser, service: BurstService) -> AsyncIterator[HttpApi]:
     pool = ParserPool(parser.body_parser)
-    yield HttpApi(
-        parser=parser,
-        parser_pool=pool,
-        service=service,
-        keys=ApiKeys([]),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
-    )
+    yield http_api(parser, service, parser_pool=pool)
     await pool.close()
 
 

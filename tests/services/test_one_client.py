@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn.config
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from live_server import serving
 from loop_watch import watched_loop
 
@@ -20,9 +20,7 @@ from csps.services.http import header_deadline
 from csps.services.http.api import HttpApi
 from csps.services.http.parser_pool import SMALL_BODY_BYTES, ParserPool
 from csps.services.http.request_parser import RequestParser
-from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import Settings
-from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 100
 ANSWER = "Nothing is wrong here."
@@ -75,13 +73,8 @@ async def api(tiny_llama: Path) -> AsyncIterator[HttpApi]:
     )
     pool = ParserPool(parser.body_parser)
     await pool.start()
-    yield HttpApi(
-        parser=parser,
-        parser_pool=pool,
-        service=FakeService(parser.tokenizer, ANSWER),
-        keys=ApiKeys([]),
-        metrics=Metrics("tiny"),
-        max_body_bytes=32 * 2**20,
+    yield http_api(
+        parser, FakeService(parser.tokenizer, ANSWER), parser_pool=pool, max_body_bytes=32 * 2**20
     )
     await pool.close()
 

@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 from agent_checkpoints import WEATHER
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from live_server import serving
 from openapi_spec_validator import validate
 from starlette.routing import Route
@@ -27,11 +27,9 @@ from csps.protocols.openai.requests import (
 from csps.protocols.openai.responses_api import ResponsesRequest
 from csps.services.http.api import HttpApi
 from csps.services.http.openapi import openapi_document
-from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import Settings
-from csps.services.telemetry.metrics import Metrics
 
 MODELS: list[type[JsonModel]] = [
     CompletionRequest,
@@ -131,15 +129,7 @@ def test_bounds_are_shown() -> None:
 
 def api_of(tiny_llama: Path, **options: Any) -> HttpApi:
     parser = RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
-    return HttpApi(
-        parser=parser,
-        parser_pool=ParserPool(parser.body_parser),
-        service=FakeService(parser.tokenizer, "a"),
-        keys=ApiKeys(["secret"]),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
-        **options,
-    )
+    return http_api(parser, FakeService(parser.tokenizer, "a"), keys=ApiKeys(["secret"]), **options)
 
 
 async def test_it_has_the_routes_of_the_server(tiny_llama: Path) -> None:

@@ -13,20 +13,16 @@ from pathlib import Path
 
 import pytest
 import uvicorn.config
-from fake_service import FakeService
+from fake_service import FakeService, http_api
 from live_haproxy import haproxy
 from live_server import serving
 from stalled_clients import HALF_SENT, HEADERS, IN_THE_BODY, IN_THE_HEADERS, outcome
 
 from csps.protocols.core.errors import ConfigError
 from csps.services.http import header_deadline
-from csps.services.http.api import HttpApi
-from csps.services.http.parser_pool import ParserPool
 from csps.services.http.request_parser import RequestParser
 from csps.services.launch import reverse_proxy as http_front
-from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import HttpSettings, Settings
-from csps.services.telemetry.metrics import Metrics
 
 PATIENCE_S = 0.3
 """Deadline for headers and for the next byte of a body."""
@@ -58,14 +54,7 @@ async def router(tiny_llama: Path, patience_s: float) -> AsyncIterator[tuple[str
     patience = HttpSettings(body_silence_s=patience_s)
     settings = Settings(model=str(tiny_llama), served_model_name="tiny", http=patience)
     parser = RequestParser(settings)
-    api = HttpApi(
-        parser=parser,
-        parser_pool=ParserPool(parser.body_parser),
-        service=FakeService(parser.tokenizer, "Yes."),
-        keys=ApiKeys([]),
-        metrics=Metrics("tiny"),
-        max_body_bytes=1_000_000,
-    )
+    api = http_api(parser, FakeService(parser.tokenizer, "Yes."))
     async with serving(api.app()) as url:
         yield "127.0.0.1", int(url.rpartition(":")[2])
 
