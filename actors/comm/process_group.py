@@ -250,7 +250,7 @@ def _notice_silence(others: Iterable[str]) -> None:
     """Let the kernel close connections of this process whose other end is silent, but for others.
 
     gloo itself would wait until the deadline of the operation: a gang in which packets between two
-    ranks vanish would stand still for minutes, while every rank answers the router's pings. gloo
+    ranks vanish would hang for minutes, while every rank answers the router's pings. gloo
     has no option for its sockets, so they are found by comparing. One that another thread has
     opened meanwhile is closed when it is silent, too, as this process' other connections are.
     """

@@ -278,9 +278,11 @@ class LoadClient:
         return answer.error
 
     def skip(self, request: WorkloadRequest) -> None:
-        """Record a turn as cancelled because the turn before failed."""
+        """Record a turn as cancelled because the previous turn failed."""
         now_ns = self.now_ns()
-        self._record(request, TimedAnswer(), now_ns, now_ns, "cancelled", "the turn before failed")
+        self._record(
+            request, TimedAnswer(), now_ns, now_ns, "cancelled", "the previous turn failed"
+        )
 
     def _record(
         self,

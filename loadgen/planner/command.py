@@ -313,10 +313,13 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--importance-layer",
         choices=("same", "previous"),
         default="same",
-        help="who judges, with --drop-ratio (same)",
+        help="layer that scores importance, with --drop-ratio (same)",
     )
     parser.add_argument(
-        "--importance-window", type=int, default=64, help="last queries that judge; 0: all (64)"
+        "--importance-window",
+        type=int,
+        default=64,
+        help="last queries that score importance; 0: all (64)",
     )
     parser.add_argument(
         "--exhaustive", action="store_true", help="look at everything, which takes longer"

@@ -37,7 +37,7 @@ class RequestRecord:
     output_tokens: int
     status: Status = "completed"
     """`failed`: the server rejected it, broke off or took too long. `cancelled`: the client
-    cancelled it, or never sent it because the turn before had failed.
+    cancelled it, or never sent it because the previous turn had failed.
     """
     error: str = ""
     """Reason why it has not completed."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.decode_batch import IterationEnds
 from csps.loadgen.simulator.gangs import SimulatedGangs
-from csps.loadgen.simulator.requests import CANCELLED, TURN_BEFORE_FAILED, Arrival, RequestOutcome
+from csps.loadgen.simulator.requests import CANCELLED, PREVIOUS_TURN_FAILED, Arrival, RequestOutcome
 from csps.loadgen.simulator.timeline import EventTimeline
 from csps.protocols.gang.members import GangRole
 from csps.services.scheduling.events.commands import (
@@ -103,7 +103,7 @@ class Simulator:
         scheduler: a fresh scheduler, because a run begins at time 0.
         cluster: the model of ranks and links.
         arrivals: requests in ascending order of time. Later turns of conversations may be
-            anywhere behind the turn before.
+            anywhere after the previous turn.
         users: number of users in a closed loop. Each takes the next conversation when their last
             one is over; times of first turns are ignored. None: open loop.
         faults: gang faults in ascending order of time.
@@ -359,7 +359,7 @@ class Simulator:
         now_ns = self._timeline.now_ns
         while following is not None and outcome.error not in ("", CANCELLED):
             following.due_ns = following.ended_ns = now_ns
-            following.error = TURN_BEFORE_FAILED
+            following.error = PREVIOUS_TURN_FAILED
             self._open -= 1
             following = self._next_turns.get(id(following))
         if following is not None:

@@ -44,10 +44,10 @@ class Arrival:
     """Hashes of the prompt's blocks. Empty: the prompt shares no prefix."""
     tenant: TenantId = 0
     after: int | None = None
-    """Index of the arrival whose answer this one waits for: the turn before. None: it waits for
+    """Index of the arrival whose answer this one waits for: the previous turn. None: it waits for
     nothing but its time."""
     delay_ns: int = 0
-    """Think time: nanoseconds from the end of the turn before to this one."""
+    """Think time: nanoseconds from the end of the previous turn to this one."""
     leaves_after_ns: int | None = None
     """Nanoseconds after which the client gives up. None: never."""
     priority: int = 0
@@ -69,7 +69,7 @@ class RequestOutcome:
     request: RequestId = 0
     """Number in the order of arrival. 0: it has not arrived."""
     due_ns: int
-    """Time at which it arrived; of a turn that never did, the end of the turn before."""
+    """Time at which it arrived; of a turn that never did, the end of the previous turn."""
     started_ns: int = -1
     """Time at which the first step of the request began to compute."""
     first_token_ns: int = -1
@@ -142,7 +142,7 @@ class SimulatedSequence:
 
 
 CANCELLED = "Cancelled"
-TURN_BEFORE_FAILED = "the turn before failed"
+PREVIOUS_TURN_FAILED = "the previous turn failed"
 """Errors of requests whose client left, and of turns that never arrived."""
 QUEUE_PERCENTILES = (50, 99)
 
@@ -246,7 +246,7 @@ def records_of(
 def _status(outcome: RequestOutcome) -> Status:
     if not outcome.error:
         return "completed"
-    return "cancelled" if outcome.error in (CANCELLED, TURN_BEFORE_FAILED) else "failed"
+    return "cancelled" if outcome.error in (CANCELLED, PREVIOUS_TURN_FAILED) else "failed"
 
 
 def queue_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class WorkloadRequest:
     priority: int = 0
     """Client's priority; lower ones come first."""
     delay_ns: int = 0
-    """Nanoseconds from the end of the turn before to this one."""
+    """Nanoseconds from the end of the previous turn to this one."""
     slo: Slo | None = None
     """The request's own bounds on its latencies. None: those of the run."""
     max_tokens: int | None = None

@@ -193,7 +193,7 @@ class _LastHeartbeat(NamedTuple):
 
 
 class HeartbeatReader:
-    """Tells how long the heartbeats in a store have stood still. Times are `time.monotonic()`."""
+    """Tells how long ago the heartbeats in a store last advanced. Times are `time.monotonic()`."""
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
@@ -253,7 +253,7 @@ class TakeoverPriority:
                     f"generation {generation}"
                 )
             dead.append(number)
-        # A router whose heartbeat stands still is dead. What it has claimed would delay each later
-        # router until that one has found the same. One that only stalled claims it again.
+        # A router whose heartbeat does not advance is dead. What it has claimed would delay each
+        # later router until that one has found the same. One that only stalled claims it again.
         for number in dead:
             await in_time(self._generations.withdraw_heartbeat(number))

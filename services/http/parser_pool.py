@@ -52,7 +52,7 @@ STUCK_S = 5.0
 """Time without processor time in the middle of a body, after which a process is replaced."""
 START_DEADLINE_S = 60.0
 END_DEADLINE_S = 10.0
-UNWANTED_PARSE_S = 1.0
+CANCELLED_PARSE_S = 1.0
 """How long a process may go on with a body whose client has gone. Killing it at once would cost
 more than most bodies do: a new process takes half a second of a processor to start."""
 TOO_LARGE = "The request body takes too much memory to parse."
@@ -133,7 +133,7 @@ class ParserPool:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            asyncio.get_running_loop().call_later(UNWANTED_PARSE_S, work.cancel)
+            asyncio.get_running_loop().call_later(CANCELLED_PARSE_S, work.cancel)
             raise
 
     async def _parse(
@@ -235,7 +235,7 @@ class _ParserProcess:
         """Parse a body; the process is not usable if this fails with anything but a refusal.
 
         Raises:
-            _ProcessEnded: it ended, or stood still and was ended.
+            _ProcessEnded: it ended, or hung and was killed.
         """
         await self.start()
         watching = asyncio.ensure_future(self._watch())
@@ -255,7 +255,7 @@ class _ParserProcess:
         return answer
 
     async def _watch(self) -> None:
-        """Kill the process if it takes too much memory, or stands still."""
+        """Kill the process if it takes too much memory, or hangs."""
         ticks, since = self._processor_ticks(), time.monotonic()
         while self._taken_bytes() <= self._memory_bytes:
             await asyncio.sleep(MEMORY_PERIOD_S)

@@ -147,7 +147,7 @@ def _add_gangs(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
-        help="retain KV for prompts that begin alike",
+        help="retain KV for prompts with a common prefix",
     )
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help=argparse.SUPPRESS)
 

@@ -355,7 +355,7 @@ class LiveRequests:
         )
 
     def _post_cancelled(self, handle: RequestHandle) -> None:
-        """Tell the scheduler that nobody wants the rest of an answer."""
+        """Tell the scheduler that a request was cancelled."""
         sequence = None if handle.sequence_id is None else self.serving(handle.sequence_id)
         self._post_event(
             RequestCancelled(

@@ -198,7 +198,7 @@ class KvTransferSettings(SettingsSection):
 
 
 class KvReuseSettings(SettingsSection):
-    """Prefix cache: KV that outlives its request, for prompts that begin alike
+    """Prefix cache: KV that outlives its request, for prompts with a common prefix
     (`docs/operations.md`)."""
 
     enabled: bool = True

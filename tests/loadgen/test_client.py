@@ -249,7 +249,7 @@ async def test_a_conversation_ends_with_a_failed_turn() -> None:
         await LoadDriver(load_client, turns).run()
     assert len(server.bodies) == 1
     assert [record.status for record in load_client.records] == ["failed", "cancelled", "cancelled"]
-    assert load_client.records[1].error == "the turn before failed"
+    assert load_client.records[1].error == "the previous turn failed"
 
 
 async def test_stopping_withdraws_what_runs_and_sends_no_more() -> None:

@@ -135,7 +135,7 @@ async def until_gone(pids: list[int]) -> None:
 async def test_a_body_whose_client_has_gone_ends_with_its_process(
     pool: ParserPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parser_pool, "UNWANTED_PARSE_S", 0.01)
+    monkeypatch.setattr(parser_pool, "CANCELLED_PARSE_S", 0.01)
     async with paused(pool) as pids:
         parsing = [
             asyncio.ensure_future(pool.parse("completion", completion(**PADDING), b""))

@@ -295,7 +295,7 @@ class Sequences:
     def abandon(
         self, sequence: Sequence, generated_tokens: int = 0, hashes: tuple[bytes, ...] = ()
     ) -> None:
-        """End a sequence of which nobody wants the rest, and retain its KV if it can be reused.
+        """End a sequence before its last token, and retain its KV if it can be reused.
 
         Args:
             generated_tokens: that were delivered, over all sequences of the request.

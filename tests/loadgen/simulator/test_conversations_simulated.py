@@ -103,7 +103,7 @@ def test_turns_behind_one_that_failed_never_arrive(tmp_path: Path) -> None:
     answered, refused, *skipped = run(requests).outcomes
     assert not answered.error
     assert refused.error
-    assert {turn.error for turn in skipped} == {"the turn before failed"}
+    assert {turn.error for turn in skipped} == {"the previous turn failed"}
     assert [turn.request for turn in skipped] == [0, 0]
 
 
