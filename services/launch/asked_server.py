@@ -153,11 +153,9 @@ def _section(**values: Any) -> dict[str, Any] | None:
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    return _section(
-        **(arguments.hf_overrides or {}),
-        rope_scaling=arguments.rope_scaling,
-        rope_theta=arguments.rope_theta,
-    )
+    named = _section(rope_scaling=arguments.rope_scaling, rope_theta=arguments.rope_theta)
+    # A null in the JSON stays: a model with `"sliding_window": null` has no window.
+    return {**(arguments.hf_overrides or {}), **(named or {})} or None
 
 
 def _only_name(names: Sequence[str] | None) -> str | None:

@@ -76,6 +76,15 @@ def test_a_command_line_of_vllm_is_understood(
     assert tuple(note.partition(":")[0] for note in wanted.notes) == line.without_effect
 
 
+def test_a_null_among_overrides_stays_and_an_option_of_its_own_comes_first() -> None:
+    """Without its window, Mistral 7B v0.1 attends to everything."""
+    wanted = parsed(
+        """mistralai/Mistral-7B-v0.1 --hf-overrides '{"sliding_window": null, "rope_theta": 5}' """
+        "--rope-theta 1e6"
+    )
+    assert found(wanted, "model_overrides") == {"sliding_window": None, "rope_theta": 1e6}
+
+
 def test_there_are_25_lines() -> None:
     assert len(LINES) >= 25
     assert len({line.words for line in LINES}) == len(LINES)
