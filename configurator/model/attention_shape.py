@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.core.errors import ConfigError, InvalidRequest
@@ -23,11 +24,30 @@ class AttentionShape:
     layers: int
     lse: int = 1
     """Elements of the model's dtype that an fp32 LSE takes: 1 in fp32, 2 in 16 bit."""
+    window: int | None = None
+    """Positions that a token sees in layers with a sliding window, its own included."""
+    windowed: frozenset[int] = frozenset()
+    """Layers with the window."""
 
     def __post_init__(self) -> None:
         sizes = self.hidden, self.heads, self.kv_heads, self.head_dim, self.layers, self.lse
         if min(sizes) < 1:
             raise ValueError(f"sizes of attention must be at least 1: {self}")
+        if self.windowed and self.window is None:
+            raise ValueError(f"layers with a window, but no window: {self}")
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the positions that a token sees in a layer; None for all."""
+        return self.window if layer in self.windowed else None
+
+    def after(self, layer: int) -> int:
+        """Return the next layer without a window, for which this one scores importance."""
+        return next(number for number in count(layer + 1) if number not in self.windowed)
+
+    def may_drop(self, layer: int) -> bool:
+        """Return False for layers with a window, the first one without, and the last layer, whose
+        attention is always exact."""
+        return layer not in self.windowed and self.after(-1) < layer < self.layers - 1
 
     @property
     def width(self) -> int:

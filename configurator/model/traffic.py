@@ -161,11 +161,37 @@ def ulysses_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Tr
     """Count SP-NTP over instances, in which each rank has all rows and its own heads.
 
     Queries, keys and values go to the owners of the heads and outputs return, among ranks of equal
-    place in their instances. Each instance sums the output projection.
+    place in their instances. Each instance sums the output projection. If some layers have a
+    window, this is an average layer.
     """
     traffic = instance_sums(shape, group, tokens)
     for queries, keys in head_shares(shape.heads, shape.kv_heads, group.tp):
         traffic += _head_exchange(shape, len(queries), len(keys), group.instance_servers, tokens)
+    if not shape.windowed:
+        return traffic
+    layers = range(max(1, shape.layers - 1))
+    near = len(shape.windowed.intersection(layers)) / len(layers)
+    spts = [len(even_share(tokens, group.sp, member)) for member in range(group.sp)]
+    return traffic * (1 - near) + window_traffic(shape, group, spts) * near
+
+
+def window_traffic(shape: AttentionShape, group: GroupShape, spts: Sequence[int]) -> Traffic:
+    """Count a layer with a sliding window whose members have own rows.
+
+    Keys and values go to members whose rows reach them, among ranks of equal place in their
+    instances. Each instance sums the output projection.
+    """
+    assert shape.window is not None, "no layer has a window"
+    of_ranks = head_shares(shape.heads, shape.kv_heads, group.tp)
+    row = 2 * shape.head_dim * sum(len(keys) for _, keys in of_ranks)
+    traffic = instance_sums(shape, group, sum(spts))
+    starts, servers = [0, *accumulate(spts)], group.instance_servers
+    for asker in (member for member in range(len(spts)) if spts[member]):
+        first = max(0, starts[asker] - shape.window + 1)
+        for holder in range(asker):
+            elements = row * max(0, starts[holder + 1] - max(first, starts[holder]))
+            near = servers[holder] == servers[asker]
+            traffic += Traffic(inside=elements * near, between=elements * (not near))
     return traffic
 
 
@@ -267,8 +293,12 @@ def csa_traffic(shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence
         spts: tokens of each member, at least one.
     """
     layers = max(1, shape.layers - 1)
-    alike = Counter(_content(shape, plan, layer) for layer in range(layers))
+    near = shape.windowed.intersection(range(layers))
+    alike = Counter(_content(shape, plan, layer) for layer in range(layers) if layer not in near)
     total = Traffic()
+    if near:
+        group = GroupShape.of(plan.topology.locations, tp)
+        total += window_traffic(shape, group, spts) * len(near)
     for (drops, scores, layer), times in alike.items():
         dropping = layer if drops else None
         total += _layer(shape, plan, tp=tp, spts=spts, dropping=dropping, scores=scores) * times
@@ -291,18 +321,18 @@ def _content(shape: AttentionShape, plan: CsaPlan, layer: int) -> tuple[bool, bo
     """Return what a layer's traffic depends on: dropping, scoring, and its first layer with equal
     ratios.
 
-    A layer scores importance for the next layer, or for itself.
+    A layer scores importance for the next one without a window, or for itself.
     """
     group = plan.layer_group(layer)
     drops = _drops(shape, plan, layer)
     same = plan.importance_layer == "same"
-    scores = drops if same else _drops(shape, plan, layer + 1)
+    scores = drops if same else _drops(shape, plan, shape.after(layer))
     return drops, scores, group.first if drops else 0
 
 
 def _drops(shape: AttentionShape, plan: CsaPlan, layer: int) -> bool:
-    """Return True if a layer drops; the first and the last never do."""
-    return 0 < layer < shape.layers - 1 and plan.layer_group(layer).drops
+    """Return True if a layer drops."""
+    return shape.may_drop(layer) and plan.layer_group(layer).drops
 
 
 def _layer(

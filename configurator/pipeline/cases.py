@@ -100,6 +100,8 @@ class LayerCases:
     """Number of last queries that score."""
     sinks_c: Numbers
     tail_c: Numbers
+    seen: int | None = None
+    """Positions that a row sees, its own included, in a layer with a sliding window; None: all."""
     drop_queries: bool = True
     pipelined: bool = True
 
@@ -155,3 +157,24 @@ def even_lengths(total: Numbers, parts: Numbers, index: int) -> Numbers:
     length = (index + 1) * total // parts - index * total // parts
     lengths: Numbers = np.where(index < parts, length, 0)
     return lengths
+
+
+def pairs_in_window(first: Numbers, rows: Numbers, keys: int, window: int) -> Numbers:
+    """Count the pairs of rows and keys that see each other in a layer with a sliding window.
+
+    Args:
+        first: position of the first of `rows` rows.
+        keys: keys at the positions 0, 1, ...
+        window: positions that a row sees, its own included.
+    """
+
+    def up_to(position: Numbers) -> Numbers:
+        """Count pairs of the rows from 0 on that precede a position, and keys up to each."""
+        inside = np.clip(position, 0, keys)
+        pairs: Numbers = inside * (inside + 1) // 2 + np.maximum(position - keys, 0) * keys
+        return pairs
+
+    def pairs(shift: int) -> Numbers:
+        return up_to(first + rows - shift) - up_to(first - shift)
+
+    return pairs(0) - pairs(window)

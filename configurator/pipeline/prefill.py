@@ -21,7 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from csps.configurator.pipeline.cases import LSE_BYTES, LayerCases, SimulatedGroup
+from csps.configurator.model.attention_shape import AttentionShape
+from csps.configurator.pipeline.cases import (
+    LSE_BYTES,
+    LayerCases,
+    SimulatedGroup,
+    pairs_in_window,
+)
 from csps.configurator.pipeline.ntp import simulate_ntp
 from csps.configurator.pipeline.program import Mask, Op, PipelineOutcome, Seconds
 from csps.configurator.pipeline.script import Script, SimulatedHistory
@@ -136,6 +142,40 @@ class _RingLayer:
         return bytes_p
 
 
+def simulate_window(
+    group: SimulatedGroup, spts: Sequence[int], history: int = 0
+) -> PipelineOutcome:
+    """Simulate a layer with a sliding window whose members have own rows, one after the other.
+
+    Args:
+        spts: tokens of each member.
+        history: tokens before them, as if they were the first member's: few windows reach them.
+    """
+    window, times = group.shape.window, group.times
+    assert window is not None, "no layer has a window"
+    spts_p, members = np.array(spts), group.members
+    starts_p = history + np.cumsum(spts_p) - spts_p
+    held = np.append(starts_p, history + spts_p.sum())
+    held[0] = 0
+    first_r = np.maximum(starts_p - window + 1, 0)
+    stop_sr = np.minimum(held[1:, None], starts_p[None, :])
+    tokens_sr = np.maximum(stop_sr - np.maximum(held[:-1, None], first_r[None, :]), 0)
+    tokens_sr[np.diag_indices(members)] = 0
+    row = 2 * group.kv_heads * group.shape.head_dim * group.itemsize
+    bytes_csr = (tokens_sr * float(row))[None]
+    script = Script(group.wiring, np.zeros((1, members, 0)), times.exchange)
+    script.compute(times.qkv.seconds(spts_p.astype(float))[None])
+    if tokens_sr.any():
+        script.compute(times.copy.seconds(bytes_csr.sum(axis=2)))
+        script.do(Op.BLOCK, script.post(bytes_csr, tokens_sr > 0))
+    total = int(history + spts_p.sum())
+    pairs_p = (pairs_in_window(starts_p, spts_p, total, window) * group.heads).astype(float)
+    rows_p = (spts_p * group.heads).astype(float)
+    script.compute(times.attention.seconds(np.ones(members), rows_p, pairs_p)[None])
+    script.compute(times.linear.seconds(spts_p.astype(float))[None])
+    return script.run(*group.machine())
+
+
 WHOLE = CsaSettings(levels=1, pipelined=False, strategy="ntp")
 """Exact SP-NTP without micro-partitions."""
 
@@ -149,6 +189,8 @@ class _Kind(NamedTuple):
     pipelined: bool
     scores_itself: bool
     """True in SP-TP if the layer scores its own importance, which changes the order of steps."""
+    seen: int | None = None
+    """Positions that a token sees in a layer with a sliding window; None for all."""
 
 
 class _LayerProblem(NamedTuple):
@@ -184,9 +226,16 @@ def prefill_seconds(
 
 
 def ring_seconds(group: SimulatedGroup, ring: Ring, tokens: int, history: int = 0) -> float:
-    """Return T_a + T'_a with a ring. Arguments as in `prefill_seconds`."""
-    layer_c = simulate_ring(group, ring, _spts(group, tokens), history).makespan_c
-    return float((group.shape.layers - 1) * layer_c[0] + _rest(group, tokens))
+    """Return T_a + T'_a with a ring. Arguments as in `prefill_seconds`.
+
+    In layers with a window, rows are taken for contiguous, and not for zigzag.
+    """
+    spts, layers = _spts(group, tokens), range(group.shape.layers - 1)
+    near = len(group.shape.windowed.intersection(layers))
+    seconds = (len(layers) - near) * simulate_ring(group, ring, spts, history).makespan_c[0]
+    if near:
+        seconds += near * simulate_window(group, spts, history).makespan_c[0]
+    return float(seconds + _rest(group, tokens))
 
 
 def _rest(group: SimulatedGroup, tokens: int) -> float:
@@ -263,23 +312,33 @@ def _layers(
     plan = settings.for_group(
         group.locations, layers=group.shape.layers, longest_spt=longest_spt, every_query=tp
     )
-    problems = Counter(_problem(group, plan, layer) for layer in range(group.shape.layers - 1))
-    return Counter(
-        {
-            (
-                _Kind(tp, plan.levels, plan.drop_queries, plan.pipelined, tp and problem.same),
-                problem,
-            ): times
-            for problem, times in problems.items()
-        }
-    )
+    whole = plan
+    if group.shape.windowed and not tp:
+        # With own rows, layers with a window are computed alike by all configurations.
+        whole = WHOLE.for_group(group.locations, layers=group.shape.layers, longest_spt=longest_spt)
+    found: Counter[tuple[_Kind, _LayerProblem]] = Counter()
+    for layer in range(group.shape.layers - 1):
+        seen = group.shape.window_of(layer)
+        of_layer = plan if seen is None else whole
+        problem = _problem(group, of_layer, layer)
+        kind = _Kind(
+            tp=tp,
+            levels=of_layer.levels,
+            drop_queries=of_layer.drop_queries,
+            pipelined=of_layer.pipelined,
+            scores_itself=tp and problem.same,
+            seen=seen,
+        )
+        found[kind, problem] += 1
+    return found
 
 
 def _problem(group: SimulatedGroup, plan: CsaPlan, layer: int) -> _LayerProblem:
-    last = group.shape.layers - 1
+    shape = group.shape
     of_layer, same = plan.layer_group(layer), plan.importance_layer == "same"
-    drops = _drops(plan, layer, last)
-    scores = not same and _drops(plan, layer + 1, last)
+    drops = _drops(shape, plan, layer)
+    near = layer in shape.windowed
+    scores = not (same or near) and _drops(shape, plan, shape.after(layer))
     levels = range(1, plan.levels + 1)
     ratios = tuple(
         tuple(of_layer.drop_ratio(level, head) if drops else 0.0 for level in levels)
@@ -297,9 +356,9 @@ def _problem(group: SimulatedGroup, plan: CsaPlan, layer: int) -> _LayerProblem:
     )
 
 
-def _drops(plan: CsaPlan, layer: int, last: int) -> bool:
-    """Return True if a layer drops; the first and the last never do."""
-    return 0 < layer < last and plan.layer_group(layer).drops
+def _drops(shape: AttentionShape, plan: CsaPlan, layer: int) -> bool:
+    """Return True if a layer drops."""
+    return shape.may_drop(layer) and plan.layer_group(layer).drops
 
 
 def _simulated(
@@ -309,6 +368,9 @@ def _simulated(
     spts: Sequence[int],
     history: int,
 ) -> PipelineOutcome:
+    if kind.seen is not None and not kind.tp:
+        assert len(problems) == 1, f"{len(problems)} kinds of layers with a window"
+        return simulate_window(group, spts, history)
     cases = LayerCases(
         levels=kind.levels,
         ratios_cgv=np.array([problem.ratios for problem in problems], float),
@@ -318,6 +380,7 @@ def _simulated(
         window_c=np.array([problem.window for problem in problems], np.int64),
         sinks_c=np.array([problem.sinks for problem in problems], np.int64),
         tail_c=np.array([problem.tail for problem in problems], np.int64),
+        seen=kind.seen,
         drop_queries=kind.drop_queries,
         pipelined=kind.pipelined,
     )

@@ -19,7 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from csps.configurator.model.attention_shape import head_shares
-from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup, even_lengths
+from csps.configurator.pipeline.cases import (
+    LayerCases,
+    SimulatedGroup,
+    even_lengths,
+    pairs_in_window,
+)
 from csps.configurator.pipeline.program import Mask, Numbers, Op, PipelineOutcome, Seconds
 from csps.configurator.pipeline.script import Script
 from csps.protocols.attention.sp_tp import (
@@ -268,9 +273,13 @@ class _TpLayer:
 
     def _seen(self, rows: Rows, rows_c: Numbers, owner: int, head: int) -> Numbers:
         """Return the pairs of rows with an owner's keys of one KV head."""
+        begin_c = rows.micro * self._spts[rows.owner] // self._micro_c
+        end_c = begin_c + rows_c
+        if (window := self._cases.seen) is not None:
+            starts = np.cumsum(self._spts) - self._spts
+            first_c = starts[rows.owner] - starts[owner] + begin_c
+            return pairs_in_window(first_c, rows_c, int(self._spts[owner]), window)
         if owner == rows.owner:
-            begin_c = rows.micro * self._spts[owner] // self._micro_c
-            end_c = begin_c + rows_c
             own: Numbers = (end_c * (end_c + 1) - begin_c * (begin_c + 1)) // 2
             return own
         level = next(

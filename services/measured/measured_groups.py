@@ -172,4 +172,6 @@ def shape_of(spec: ModelSpec, settings: Settings) -> AttentionShape:
         head_dim=spec.head_dim,
         layers=spec.layers,
         lse=lse_elements(settings.element_bytes),
+        window=spec.window,
+        windowed=spec.near_layers,
     )

@@ -86,7 +86,7 @@ def make_plan(settings: Settings, hardware: Hardware | None) -> Plan:
     longest = plan.longest_prompt
     lengths = [length for length in LENGTHS if length < longest] + [longest]
     times = {length: _ttft_s(length, settings, spec, ranks, device) for length in lengths}
-    token_s = _token_s(longest, settings, decoding, device)
+    token_s = _token_s(longest, settings, spec, decoding, device)
     if hardware is None and Path(settings.scaling_information_base).is_file():
         step = latency_table(settings).step(settings.prefilling.instances, settings.prefilling.tp)
         times = {length: step.predict_ns(length) / 1e9 for length in lengths}
@@ -135,12 +135,15 @@ def _ttft_s(
     gang, need = settings.prefilling, ranks[settings.prefilling_role]
     instances, tp, element = gang.instances, gang.tp, settings.element_bytes
     products = 2 * _active_parameters(spec) * tokens
-    pairs = 4 * spec.layers * spec.heads * spec.head_dim * tokens * tokens / 2
-    computing = products / device.product_flops + pairs / device.attention_flops
-    own = tokens / instances
-    # Queries, keys, values and outputs of other instances' heads (Ulysses), in every layer.
+    attended = 4 * spec.heads * spec.head_dim * _pairs(spec, tokens)
+    computing = products / device.product_flops + attended / device.attention_flops
+    own, near = tokens / instances, len(spec.near_layers)
+    # Queries, keys, values and outputs of other instances' heads (Ulysses), in every layer without
+    # a window; in the others the keys and values in the window of the first row.
     heads = 2 * (spec.heads + spec.kv_heads) * spec.head_dim / tp
-    exchanged = own * heads * element * spec.layers * (instances - 1) / instances
+    exchanged = own * heads * element * (spec.layers - near) * (instances - 1) / instances
+    if instances > 1:
+        exchanged += near * min(own, spec.window or 0) * need.slot / spec.layers
     # Two sums over the ranks of an instance in every layer, as rings.
     summed = own * 2 * 2 * spec.hidden * element * spec.layers * (tp - 1) / tp
     last_layer = own * need.slot / spec.layers
@@ -149,10 +152,26 @@ def _ttft_s(
     return float(computing / (instances * tp) + moved + first)
 
 
-def _token_s(context: int, settings: Settings, need: RankNeed, device: Device) -> float:
-    """Predict one further token: weights and the KV of all instances are read."""
-    read = need.weights + context * need.slot / settings.decoding.instances
+def _token_s(
+    context: int, settings: Settings, spec: ModelSpec, need: RankNeed, device: Device
+) -> float:
+    """Predict one further token: the weights that it passes and the KV that it sees are read, both
+    at all instances."""
+    near = len(spec.near_layers)
+    # What lies in a window lies at the master.
+    in_windows = min(context, spec.window or 0) * near
+    seen = in_windows + context * (spec.layers - near) / settings.decoding.instances
+    parameters = _active_parameters(spec) + spec.vocab * spec.hidden
+    passed = parameters * settings.element_bytes / settings.decoding.tp
+    read = min(need.weights, passed) + seen * need.slot / spec.layers
     return float(read / device.memory_bytes_s)
+
+
+def _pairs(spec: ModelSpec, tokens: int) -> float:
+    """Count the queries and keys of a prompt that see each other, in all layers."""
+    near, window = len(spec.near_layers), min(tokens, spec.window or tokens)
+    in_window = tokens * window - window * window / 2
+    return (spec.layers - near) * tokens * tokens / 2 + near * in_window
 
 
 def _active_parameters(spec: ModelSpec) -> float:

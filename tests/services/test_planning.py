@@ -22,7 +22,7 @@ from csps.services.planning import memory as planned_memory
 from csps.services.planning.hardware import GPUS, measured_core, named_hardware
 from csps.services.planning.machine import GIB, MainMemory, main_memory
 from csps.services.planning.memory import auto_slots, memory_need, rank_need
-from csps.services.planning.plan import lines, make_plan
+from csps.services.planning.plan import Plan, lines, make_plan
 from csps.services.settings.settings import Settings
 
 ON_GPUS: dict[str, Any] = {"num_gpus": 1}
@@ -212,6 +212,33 @@ def test_times_follow_the_hardware_and_the_copies() -> None:
     assert more.ttft_s[longest] < fast.ttft_s[longest] < slow.ttft_s[longest]
     # Attention is what grows with the square.
     assert fast.ttft_s[2**15] > 4 * fast.ttft_s[2**13]
+
+
+def plan_of(model: Path, **args: Any) -> Plan:
+    gang = {**ON_GPUS, "kv_slots": 4000, "instances": 1}
+    gangs = {"prefill": gang, "decode": gang}
+    return make_plan(settings(model, dtype="bfloat16", **gangs, **args), named_hardware("8xH100"))
+
+
+def test_tokens_see_a_window_where_layers_have_one(tmp_path: Path) -> None:
+    """The second of two layers sees all."""
+    model = make_checkpoint(tmp_path, "gpt_oss", sliding_window=100)
+    near, whole = plan_of(model), plan_of(model, model_overrides={"sliding_window": None})
+    need, longest = near.ranks["decode"], near.longest_prompt
+    saved = (whole.token_s - near.token_s) * near.device.memory_bytes_s
+    assert saved == pytest.approx((longest - 100) * need.slot / 2)
+    hidden = sum(max(0, row + 1 - 100) for row in range(longest))
+    saved = (whole.ttft_s[longest] - near.ttft_s[longest]) * near.device.attention_flops
+    assert saved == pytest.approx(4 * 4 * 16 * hidden, rel=1e-3)
+
+
+def test_a_further_token_passes_its_experts_only(tmp_path: Path) -> None:
+    few, more = (
+        plan_of(make_checkpoint(tmp_path / f"{count}", "qwen3_moe", num_experts_per_tok=count))
+        for count in (2, 5)
+    )
+    read = (more.token_s - few.token_s) * few.device.memory_bytes_s
+    assert read == pytest.approx(2 * 3 * 3 * 64 * 24 * 2)
 
 
 def test_what_does_not_fit_is_refused_with_what_does() -> None:
