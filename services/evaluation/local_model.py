@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from csps.kernels.attention import attention
-from csps.kernels.merge import merge
+from csps.kernels.merge import merge, merge_sink
 from csps.models.checkpoints.loading import load_network
-from csps.models.network.checkpoint_json import UnsupportedModelError, read_eos_token_ids
+from csps.models.network.checkpoint_json import read_eos_token_ids
 from csps.models.network.network import Network
-from csps.models.network.spec import read_spec
 from csps.services.evaluation.cases import MAX_ANSWER_TOKENS
 
 Span = tuple[int, int]
@@ -26,8 +25,6 @@ Span = tuple[int, int]
 SPACES = "\u0120\u010a\u0109\u2581"
 """Characters by which vocabularies write a space, a new line and a tab, and SentencePiece's
 space."""
-Partial = tuple[Tensor, Tensor]
-"""Attention to some of the keys, and its log-sum-exp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +33,8 @@ class Context:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    positions: Tensor
+    """Positions of these tokens, ascending."""
     end: int
     """Position of the next token."""
 
@@ -47,6 +46,7 @@ class Context:
         return Context(
             keys=tuple(k_thd[mask] for k_thd in self.keys),
             values=tuple(v_thd[mask] for v_thd in self.values),
+            positions=self.positions[mask],
             end=self.end,
         )
 
@@ -66,18 +66,7 @@ class LocalModel:
         dtype: torch.dtype = torch.float32,
         overrides: Mapping[str, Any] | None = None,
     ) -> LocalModel:
-        """Load a checkpoint folder; `overrides` replace values of its config.json.
-
-        Raises:
-            UnsupportedModelError: the model has sliding windows or attention sinks.
-        """
-        spec = read_spec(folder, overrides)
-        if spec.near_layers or spec.sinks:
-            raise UnsupportedModelError(
-                f"{folder}: models with sliding windows or attention sinks are not run in this "
-                "process, so sparse attention of theirs cannot be measured by csps profile "
-                "accuracy; csps eval --base-url compares drop ratios on a server"
-            )
+        """Load a checkpoint folder; `overrides` replace values of its config.json."""
         # The tokenizers library's own class, because it returns the offsets of tokens in the text.
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         network = load_network(folder, overrides=overrides, dtype=dtype)
@@ -125,9 +114,12 @@ class LocalModel:
     ) -> tuple[Tensor, Context]:
         """Return next-token logits, and the KV of the tokens behind the past."""
         begin = own.end if own else past.end if past else 0
-        end = begin + len(ids)
+        end, spec = begin + len(ids), self.network.spec
         rotary = self.network.rotary(torch.arange(begin, end))
         x_td = self.network.embed(torch.tensor(ids))
+        positions_t = torch.arange(begin, end)
+        if own:
+            positions_t = torch.cat((own.positions, positions_t))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for index, layer in enumerate(self.network.layers):
@@ -135,25 +127,27 @@ class LocalModel:
             if own:
                 k_thd = torch.cat((own.keys[index], k_thd))
                 v_thd = torch.cat((own.values[index], v_thd))
+            rows, window = range(begin, end), spec.window_of(index)
+            attend = partial(attention, q_thd, scale=spec.scale, window=window)
+            own_rows = range(end - len(k_thd), end)
+            parts = [attend(k_thd, v_thd, q_positions=rows, k_positions=own_rows)]
             # The past is attended to in place and merged: a decode step copies none of it.
-            parts = [_attend_causally(q_thd, k_thd, v_thd, end)]
             if past:
-                parts.append(_attend_to_all(q_thd, past.keys[index], past.values[index]))
+                precede = window is None
+                parts.append(
+                    attend(
+                        past.keys[index],
+                        past.values[index],
+                        q_positions=None if precede else rows,
+                        k_positions=None if precede else past.positions,
+                    )
+                )
             outs, lses = zip(*parts, strict=True)
-            x_td = layer.finish(x_td, merge(outs, lses)[0])
+            out_thd, lse_ht = merge(outs, lses)
+            if layer.weights.sinks is not None:
+                merge_sink(out_thd, lse_ht, layer.weights.sinks)
+            x_td = layer.finish(x_td, out_thd)
             keys.append(k_thd)
             values.append(v_thd)
-        context = Context(keys=tuple(keys), values=tuple(values), end=end)
+        context = Context(keys=tuple(keys), values=tuple(values), positions=positions_t, end=end)
         return self.network.logits(x_td[-1:])[0], context
-
-
-def _attend_causally(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, end: int) -> Partial:
-    """Attend causally; queries and keys have the positions right before `end`."""
-    q_positions, k_positions = (
-        torch.arange(end - len(rows_thd), end) for rows_thd in (q_thd, k_thd)
-    )
-    return attention(q_thd, k_thd, v_thd, q_positions=q_positions, k_positions=k_positions)
-
-
-def _attend_to_all(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Partial:
-    return attention(q_thd, k_thd, v_thd, q_positions=None, k_positions=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from strategy_ranks import MakeStrategy, StrategyRanks, assert_near, step_of, strategy_ranks
+from strategy_ranks import FAR, NEAR, StrategyRanks, assert_near, step_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
-from csps.actors.attention.base.engine import Engine
-from csps.actors.attention.base.group import SpGroup
-from csps.actors.attention.base.levels import DropSchedule
-from csps.actors.attention.csa.strategy import Csa
-from csps.actors.attention.sp_tp.sp_tp import SpTp
+from csps.actors.attention.choice import strategy_of
 from csps.configurator.model.scaling_information_base import (
     AccuracyRow,
     Identity,
@@ -67,16 +64,40 @@ EVEN = (0, 17, 35, 52, 70)
 HERE = Identity(weights="w", dtype="float32", device="cpu", cores=1, torch="2", ranks_per_core=1.0)
 
 
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
+WINDOWED = {
+    "gpt_oss": [NEAR, FAR, FAR, NEAR, FAR],
+    "gemma3_text": [FAR, NEAR, FAR, FAR, NEAR],
+}
+"""Layers of models with windows: two and three see all tokens before the last layer."""
+
+
+@contextmanager
+def ranks_of(folder: Path, family: str, **config: Any) -> Iterator[StrategyRanks]:
     model = make_checkpoint(
-        tmp_path_factory.mktemp("emulated"),
+        folder,
+        family,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         head_dim=8,
+        **config,
     )
     with strategy_ranks(model, instances=4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
+    with ranks_of(tmp_path_factory.mktemp("emulated"), "llama") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def windowed_gang(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StrategyRanks]:
+    folder, layer_types = tmp_path_factory.mktemp("windowed"), WINDOWED[request.param]
+    with ranks_of(folder, request.param, sliding_window=9, layer_types=layer_types) as ranks:
         yield ranks
 
 
@@ -90,19 +111,6 @@ def point(strategy: str, layer: str, ratio: float | Ratios, levels: int = 3) -> 
     )
     drop_ratios = ((ratio,),) if isinstance(ratio, float) else ratio
     return Point(branch=branch, drop_ratios=drop_ratios)
-
-
-def strategy_of(group: EmulatedGroup) -> MakeStrategy:
-    def ntp(ranks: SpGroup, engine: Engine) -> Csa:
-        schedule = DropSchedule(
-            plan=group.plan,
-            layers=LAYERS,
-            kv_heads=engine.kv_heads,
-            total_kv_heads=KV_HEADS,
-        )
-        return Csa(ranks, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
-
-    return (lambda ranks, engine: SpTp(ranks, engine, group.plan)) if group.tensor_parallel else ntp
 
 
 @pytest.mark.parametrize(
@@ -122,8 +130,20 @@ def strategy_of(group: EmulatedGroup) -> MakeStrategy:
 def test_one_process_computes_what_ranks_compute(
     gang: StrategyRanks, strategy: str, layer: str, ratio: float | Ratios, levels: int
 ) -> None:
+    check_against_ranks(gang, point(strategy, layer, ratio, levels))
+
+
+@pytest.mark.parametrize("layer", ["previous", "same"])
+@pytest.mark.parametrize("strategy", ["ntp", "tp"])
+def test_layers_with_a_window_drop_nothing_and_sinks_count_once(
+    windowed_gang: StrategyRanks, strategy: str, layer: str
+) -> None:
+    check_against_ranks(windowed_gang, point(strategy, layer, 0.6))
+
+
+def check_against_ranks(gang: StrategyRanks, point: Point) -> None:
     spec = gang.network.spec
-    group = point(strategy, layer, ratio, levels).group(spec, TOKENS)
+    group = point.group(spec, TOKENS)
     group = replace(group, plan=replace(group.plan, sinks=2, tail=5))
     prompt = gang.prompt(0, TOKENS)
     with torch.inference_mode():
@@ -133,10 +153,10 @@ def test_one_process_computes_what_ranks_compute(
         exact = EmulatedPrompt(gang.network, first, last_part).logits(
             EmulatedGroup(spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=TOKENS)
         )
-    name = "csa" if strategy == "ntp" else "sp_tp"
+    name = "sp_tp" if group.tensor_parallel else "csa"
     step = step_of(EVEN, [TOKENS], strategy=name, csa=group.plan)
     with torch.inference_mode():
-        computed = gang.network.logits(gang.run(step, strategy_of(group))[-1].x_td)
+        computed = gang.network.logits(gang.run(step, strategy_of)[-1].x_td)
         dense = gang.network.logits(gang.forwards(step)[0].x_td[EVEN[-2] :])
     assert_near(emulated, computed)
     assert_near(exact, dense)
@@ -161,7 +181,14 @@ def test_what_configurations_have_in_common_changes_none_of_them(gang: StrategyR
             assert_near(shared.logits(group), alone)
 
 
-def test_a_text_is_the_same_behind_whatever_stands_before_it(gang: StrategyRanks) -> None:
+def test_a_text_is_the_same_behind_whatever_stands_before_it(
+    gang: StrategyRanks, windowed_gang: StrategyRanks
+) -> None:
+    for each in (gang, windowed_gang):
+        check_shared_text(each)
+
+
+def check_shared_text(gang: StrategyRanks) -> None:
     ids, other = gang.prompt(1, TOKENS).tolist(), gang.prompt(2, 9).tolist()
     with torch.inference_mode():
         text = SharedText.of(gang.network, ids[9:], 9)

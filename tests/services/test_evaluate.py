@@ -4,20 +4,21 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
 
 from csps.configurator.regressors.samples import wilson
 from csps.models.needle_prompts.filler import FILLER_KINDS
 from csps.models.needle_prompts.haystack import KINDS, ORDERS, Kind, Order
 from csps.models.needle_prompts.words import count_words
-from csps.models.network.checkpoint_json import UnsupportedModelError
 from csps.services.evaluation import command
 from csps.services.evaluation.answerers import LocalAnswerer, ServerAnswerer, client_of, read
-from csps.services.evaluation.cases import Case, Evaluation, cases
+from csps.services.evaluation.cases import MAX_ANSWER_TOKENS, Case, Evaluation, cases
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.evaluation.scores import accuracy, evaluate, sensitivity, summary
 
@@ -276,9 +277,22 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_models_with_windows_are_not_run_in_this_process(tmp_path: Path) -> None:
-    """Here every token attends to every earlier one."""
-    path = make_checkpoint(tmp_path, "mistral", sliding_window=8)
-    with pytest.raises(UnsupportedModelError, match="sliding windows"):
-        LocalModel.load(path)
-    assert LocalModel.load(path, overrides={"sliding_window": None}).network.spec.window is None
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("mistral", {"sliding_window": 8}), ("gpt_oss", {}), ("gemma3_text", {})],
+)
+def test_models_with_windows_and_sinks_answer_as_in_transformers(
+    tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    """What was read before is longer than the window, and what is asked behind it as well."""
+    path = make_checkpoint(tmp_path, family, **config)
+    model, before, question = LocalModel.load(path), "A text of some length. " * 2, "What is it? "
+    ids = [*model.tokenizer.encode(before).ids]
+    ids += model.tokenizer.encode(question, add_special_tokens=False).ids
+    tokens = greedy_tokens(path, ids, MAX_ANSWER_TOKENS)
+    stops = [at for at, token in enumerate(tokens) if token in model.stop_ids]
+    expected = model.tokenizer.decode(tokens[: min(stops, default=None)])
+    context = model.read(before)
+    assert model.answer(context, question) == expected
+    if family == "mistral":  # a token reaches 14 tokens before it, through both layers
+        assert model.answer(context.without([(0, 25)]), question) == expected

@@ -33,7 +33,7 @@ from csps.actors.attention.base.levels import (
 )
 from csps.kernels.attention import attention
 from csps.kernels.importance import gather_kept, importance, select
-from csps.kernels.merge import merge_into, nothing_seen
+from csps.kernels.merge import merge_into, merge_sink, nothing_seen
 from csps.models.network.network import Layer, Network
 from csps.models.network.spec import ModelSpec
 from csps.protocols.attention.csa import CsaPlan
@@ -68,20 +68,35 @@ class FirstLayer:
         x_nd = network.embed(torch.tensor(token_ids, dtype=torch.int64))
         q_nhd, k_ngd, v_ngd = layer.qkv(x_nd, network.rotary(torch.arange(begin, end)))
         k_ngd, v_ngd = torch.cat((self.k_ngd, k_ngd)), torch.cat((self.v_ngd, v_ngd))
-        out_nhd, _ = attention(
+        seen = attention(
             q_nhd,
             k_ngd,
             v_ngd,
             q_positions=range(begin, end),
             k_positions=range(end),
             scale=network.spec.scale,
+            window=network.spec.window_of(0),
         )
         return FirstLayer(
             torch.cat((self.q_nhd, q_nhd)),
             k_ngd,
             v_ngd,
-            torch.cat((self.x_nd, layer.finish(x_nd, out_nhd))),
+            torch.cat((self.x_nd, _finished(layer, x_nd, seen))),
         )
+
+
+def _finished(layer: Layer, x_nd: Tensor, seen: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the residual stream after a layer, from complete attention and its LSE.
+
+    Args:
+        x_nd: residual stream before the layer.
+    """
+    out_nhd, lse_hn = seen
+    if (sinks_h := layer.weights.sinks) is not None:
+        # Copies, because configurations have a part of their attention in common.
+        out_nhd, lse_hn = out_nhd.clone(), lse_hn.clone()
+        merge_sink(out_nhd, lse_hn, sinks_h)
+    return layer.finish(x_nd, out_nhd)
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,13 @@ class SharedText:
         rotary = network.rotary(torch.arange(at.start, at.stop))
         q_nhd, k_ngd, v_ngd = network.layers[0].qkv(x_nd, rotary)
         seen = attention(
-            q_nhd, k_ngd, v_ngd, q_positions=at, k_positions=at, scale=network.spec.scale
+            q_nhd,
+            k_ngd,
+            v_ngd,
+            q_positions=at,
+            k_positions=at,
+            scale=network.spec.scale,
+            window=network.spec.window_of(0),
         )
         return cls(begin, x_nd, q_nhd, k_ngd, v_ngd, *seen)
 
@@ -119,22 +140,24 @@ class SharedText:
         assert len(token_ids) == self.begin, (
             f"{len(token_ids)} tokens before a text rotated to position {self.begin}"
         )
-        before = FirstLayer.of(network, token_ids)
+        before, window = FirstLayer.of(network, token_ids), network.spec.window_of(0)
         out_nhd, lse_hn = self.out_nhd.clone(), self.lse_hn.clone()
+        rows = range(self.begin, self.begin + len(self.x_nd))
         far = attention(
             self.q_nhd,
             before.k_ngd,
             before.v_ngd,
-            q_positions=None,
-            k_positions=None,
+            q_positions=None if window is None else rows,
+            k_positions=None if window is None else range(self.begin),
             scale=network.spec.scale,
+            window=window,
         )
         merge_into(out_nhd, lse_hn, *far)
         return FirstLayer(
             torch.cat((before.q_nhd, self.q_nhd)),
             torch.cat((before.k_ngd, self.k_ngd)),
             torch.cat((before.v_ngd, self.v_ngd)),
-            torch.cat((before.x_nd, network.layers[0].finish(self.x_nd, out_nhd))),
+            torch.cat((before.x_nd, _finished(network.layers[0], self.x_nd, (out_nhd, lse_hn)))),
         )
 
 
@@ -287,6 +310,7 @@ class EmulatedGroup:
             layers=self.spec.layers,
             kv_heads=range(kv_heads),
             total_kv_heads=kv_heads,
+            windowed=self.spec.near_layers,
         )
 
     @cached_property
@@ -413,11 +437,17 @@ class EmulatedPrompt:
         """Return the residual stream after the layer, and the layer's queries and keys, which may
         score for the next one."""
         q_nhd, k_ngd, v_ngd = self._once(index, "qkv", lambda: layer.qkv(x_nd, self._rotary))
+        if index in group.spec.near_layers:
+            # It drops nothing and scores nothing, whatever the configuration.
+            after_nd = self._once(
+                index, "window", lambda: self._in_window(index, layer, x_nd, q_nhd, k_ngd, v_ngd)
+            )
+            return after_nd, previous
         near = self._once(
             index, ("near", group.nearest), lambda: group.attend_near(q_nhd, k_ngd, v_ngd)
         )
         if group.plan.levels == 1:
-            return layer.finish(x_nd, near[0]), (q_nhd, k_ngd)
+            return _finished(layer, x_nd, near), (q_nhd, k_ngd)
         same = group.plan.importance_layer == "same"
         q_scorer, k_scorer = (q_nhd, k_ngd) if same else previous
         importance_ut = self._once(
@@ -436,27 +466,51 @@ class EmulatedPrompt:
             lse_hn,
         )
         if index > 1:
-            return layer.finish(x_nd, out_nhd), (q_nhd, k_ngd)
+            return _finished(layer, x_nd, (out_nhd, lse_hn)), (q_nhd, k_ngd)
         unchanged_nd = self._once(
-            index, ("finished", group.nearest), lambda: layer.finish(x_nd, near[0])
+            index, ("finished", group.nearest), lambda: _finished(layer, x_nd, near)
         )
         after_nd = unchanged_nd.clone()
-        after_nd[changed_n] = layer.finish(x_nd[changed_n], out_nhd[changed_n])
+        changed = out_nhd[changed_n], lse_hn[:, changed_n]
+        after_nd[changed_n] = _finished(layer, x_nd[changed_n], changed)
         return after_nd, (q_nhd, k_ngd)
+
+    def _in_window(
+        self,
+        index: int,
+        layer: Layer,
+        x_nd: Tensor,
+        q_nhd: Tensor,
+        k_ngd: Tensor,
+        v_ngd: Tensor,
+    ) -> Tensor:
+        """Return the residual stream after a layer with a window."""
+        rows = range(len(x_nd))
+        seen = attention(
+            q_nhd,
+            k_ngd,
+            v_ngd,
+            q_positions=rows,
+            k_positions=rows,
+            scale=layer.spec.scale,
+            window=layer.spec.window_of(index),
+        )
+        return _finished(layer, x_nd, seen)
 
     def _last_layer(self, layer: Layer, x_nd: Tensor) -> Tensor:
         rows = slice(self._scored.start, self._scored.stop)
         q_shd, _, _ = layer.qkv(x_nd[rows], self._rotary[rows])
         k_ngd, v_ngd = layer.keys_and_values(x_nd, self._rotary)
-        out_shd, _ = attention(
+        seen = attention(
             q_shd,
             k_ngd,
             v_ngd,
             q_positions=self._scored,
             k_positions=range(len(x_nd)),
             scale=layer.spec.scale,
+            window=layer.spec.window_of(layer.spec.layers - 1),
         )
-        return layer.finish(x_nd[rows], out_shd)
+        return _finished(layer, x_nd[rows], seen)
 
     def _once(self, index: int, part: Hashable, compute: Callable[[], Any]) -> Any:
         """Compute a part of the second layer once, because all configurations share its input; any

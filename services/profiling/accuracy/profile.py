@@ -297,11 +297,12 @@ class AccuracyProfile:
         for tokens in (each for each in self.enumeration.lengths if each <= spec.max_positions):
             if time.monotonic() > end:
                 return
-            self._measure_spreads(tokens)
+            if not spec.near_layers:
+                self._measure_spreads(tokens)
             spreads = self.base.rows(SpreadRow)
             points = list(self.enumeration.points(tokens))
             kinds = answered_kinds(QUESTION_KINDS, self.model, tokens, self._exactly(tokens))
-            if tokens == min(row.tokens for row in spreads):
+            if tokens == min((row.tokens for row in spreads), default=None):
                 by_spread = measured_groups(spreads, (), layers=spec.layers)
                 points += self.enumeration.layer_points(tokens, by_spread)
             self._ask(kinds, tokens, points, end)
