@@ -273,6 +273,7 @@ class DecodeBatch:
         holders do not change."""
         if self._same_for > 0:
             self._same_for -= 1
+            self._batch.advance()
             return self._batch
         sequences = self._iterated = self._sequences_of(group)
         states = [sequence.state for sequence in sequences]
@@ -283,11 +284,13 @@ class DecodeBatch:
         ]
         self._batch = batch_of(self._engine, sequences, computed)
         self.piggybacked = any(state.next < state.prompt for state in states)
-        same = not self.piggybacked and all(sequence.stores_at_master for sequence in sequences)
-        # A window moves on with every token.
-        if same and self._engine.spec.window is None:
+        if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
             left = (state.stop - state.next for state in states if state.next < state.stop)
             self._same_for = min(left, default=1) - 1
+            if (window := self._engine.spec.window) is not None:
+                # A window moves on with every token, away from instances that were asked.
+                asked = (sequence.same_holders_in(window) for sequence in sequences)
+                self._same_for = min([self._same_for, *asked])
         return self._batch
 
     def _ended_here(self, sequence: BatchSequence) -> bool:

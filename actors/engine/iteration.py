@@ -106,6 +106,11 @@ class IterationBatch:
             self._received_at[peer] = slots
         return self._received_at[peer]
 
+    def advance(self) -> None:
+        """Go on to the next token of every row, if the same instances are asked for it."""
+        for resident in self.near.resident.values():
+            resident.advance()
+
     @property
     def rows(self) -> int:
         """Return the number of own query rows."""

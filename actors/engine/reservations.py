@@ -6,6 +6,7 @@ computes one token an iteration, or, while it is piggybacked, a chunk of its pro
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -120,6 +121,17 @@ class BatchSequence:
         near = Span(max(0, position + 1), self.next + 1)
         slices = _within((*self.request.slices, *self.answer), near)
         return {kv_slice.instance for kv_slice in slices}
+
+    def same_holders_in(self, window: int) -> int:
+        """Return for how many further tokens the same other instances have KV in the window, if
+        all new KV is stored at the master."""
+        hidden = self.next - window
+        last: dict[int, int] = {}
+        for kv_slice in self.request.slices:
+            if kv_slice.tokens and kv_slice.instance != self.request.master:
+                at = max(kv_slice.span.positions[-1], last.get(kv_slice.instance, 0))
+                last[kv_slice.instance] = at
+        return min((at - hidden - 1 for at in last.values() if at > hidden), default=sys.maxsize)
 
     @property
     def stores_at_master(self) -> bool:

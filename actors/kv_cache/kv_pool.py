@@ -236,6 +236,12 @@ class ResidentRows:
         """Discard looked-up runs after slots were appended."""
         self._runs.clear()
 
+    def advance(self) -> None:
+        """Move the window of each row on by a token."""
+        assert self._hidden is not None, "rows without a window"
+        self._hidden = [hidden + 1 for hidden in self._hidden]
+        self._runs.clear()
+
     def runs(self, layer: int) -> SlotRuns:
         """Return where a layer's keys of each row lie, for all KV heads."""
         key = layer if self._narrowed else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from test_yield_points import run
 from tiny_checkpoints import make_checkpoint
 from uniform_plan import uniform_plan
 
+from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.choice import strategy_of
+from csps.actors.engine import decode_batch
+from csps.actors.engine.iteration import IterationBatch, batch_of
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import Sampling
 from csps.protocols.gang.step_messages import PrefillStep
@@ -124,6 +128,38 @@ async def test_ranks_out_of_the_window_are_not_asked(tmp_path: Path) -> None:
             [0, 0, 0],
         ]
         cell.check_idle()
+
+
+async def test_a_batch_is_built_again_when_a_rank_is_out_of_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with every token, although the window moves on with it."""
+    model = make_checkpoint(tmp_path, "mistral", sliding_window=9)
+    built: list[tuple[int, ...]] = []
+
+    def build(engine: Engine, *arguments: Any) -> IterationBatch:
+        batch = batch_of(engine, *arguments)
+        if engine.rank == 0:
+            built.append((*batch.near.routes.outgoing,))
+        return batch
+
+    monkeypatch.setattr(decode_batch, "batch_of", build)
+    request = Request(
+        sequence_id=1,
+        prompt=prompt_of(40),
+        slices=(KvSlice(2, 0, 20), KvSlice(1, 20, 36), KvSlice(2, 36, 38), KvSlice(0, 38, 40)),
+        sampling=Sampling(temperature=0, max_tokens=30),
+    )
+    async with thread_cell(model, prefill=2, decode=3) as cell:
+        assert (await cell.generate(request, group=(0, 1)))[0] == greedy_tokens(
+            model, request.prompt.tolist(), 30
+        )
+        await cell.freed(1)
+        cell.check_idle()
+    found = [asked for asked, _ in groupby(asked for asked in built if asked)]
+    assert found == [(1, 2), (2,)]
+    assert built[-1] == ()
+    assert len(built) < 12, "29 tokens of one sequence"
 
 
 # --- gangs ----------------------------------------------------------------------------------
