@@ -41,9 +41,8 @@ is generated from the code that reads checkpoints
 largest one. This is so for a prompt computed whole, in chunks behind cached KV, and split over
 tensor-parallel ranks. Tests compare tiny random checkpoints of every class with transformers.
 
-**Features.** All of these models run with all strategies, policies and features, with one
-exception: the accuracy loss of models with sliding windows or attention sinks cannot be measured
-yet. Attention stays exact until you have [measured your model](profiling.md), unless a request sets
+**Features.** All of these models run with all strategies, policies and features. Attention stays
+exact until you have [measured your model](profiling.md#for-your-own-model), unless a request sets
 drop ratios itself.
 
 **Sliding windows.** In a layer with a window, a token attends to the last positions only, its own
