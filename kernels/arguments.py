@@ -203,6 +203,61 @@ class SlotRuns:
                 begin = stop
 
 
+class ChunkRuns:
+    """Slots of the keys that chunks of query rows see: every row of a chunk sees all its runs.
+
+    Args:
+        lengths: query rows of each chunk; the chunks follow one another.
+        runs: runs of slots of each chunk.
+    """
+
+    def __init__(self, lengths: Sequence[int], runs: Sequence[Sequence[range]]) -> None:
+        self.offsets = [0, *accumulate(lengths)]
+        """First query row of each chunk, and the end."""
+        self.runs = [[run for run in of_chunk if run] for of_chunk in runs]
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def rows(self) -> int:
+        """Number of query rows."""
+        return self.offsets[-1]
+
+    @property
+    def depth(self) -> int:
+        """Most runs of a chunk."""
+        return max(map(len, self.runs), default=0)
+
+    def offsets_on(self, device: torch.device) -> Offsets:
+        """Return `offsets`, on a GPU as a tensor that is copied once for all layers."""
+        if device.type == "cpu":
+            return self.offsets
+        return self.layered(device)[0][: len(self.offsets)]
+
+    def layered(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the runs in layers, of which layer i has run i of each chunk, or an empty one.
+
+        Returns:
+            cu_seqlens of the query rows, repeated for each layer; first slots and ends of the runs;
+            all int32 on the device.
+        """
+        # Cached, because all layers of an iteration use the same runs.
+        if device not in self._on_device:
+            none = range(0)
+            layers = [
+                [of_chunk[at] if at < len(of_chunk) else none for of_chunk in self.runs]
+                for at in range(max(1, self.depth))
+            ]
+            runs = [run for layer in layers for run in layer]
+            starts = [at * self.rows for at in range(len(layers))]
+            cu_seqlens = [0, *(start + end for start in starts for end in self.offsets[1:])]
+            begins, ends = [run.start for run in runs], [run.stop for run in runs]
+            numbers = torch.tensor([*cu_seqlens, *begins, *ends], dtype=torch.int32)
+            copied = numbers.to(device, non_blocking=True)
+            first, end = len(cu_seqlens), len(cu_seqlens) + len(begins)
+            self._on_device[device] = copied[:first], copied[first:end], copied[end:]
+        return self._on_device[device]
+
+
 Positions = Tensor | range
 """One int64 position per token, or a range, which a backend need not inspect."""
 

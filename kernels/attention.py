@@ -2,7 +2,8 @@
 
 `attention` is for prefill. Every strategy calls it on parts of the keys and merges the results with
 `csps.kernels.merge` (progressive attention: CSPS §3.2.5, Context Parallelism Alg. 2-4).
-`decode_attention` computes one row for each of many requests over a slotted KV cache, in one call.
+`decode_attention` computes one row for each of many requests over a slotted KV cache, in one call,
+and `chunk_attention` chunks of prompts over what is cached of them.
 The device of the tensors selects the backend; there is no setting for it.
 
 Shape suffixes: t tokens of all sequences of the batch, one after the other; r query rows; s slots
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from csps.kernels.arguments import (
+    ChunkRuns,
     Offsets,
     Positions,
     SlotRuns,
@@ -166,6 +168,40 @@ def decode_attention(
     from csps.kernels import cpu_attention
 
     return cpu_attention.decode_attention(q_rhd, k_shd, v_shd, runs, scale)
+
+
+def chunk_attention(
+    q_nhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: ChunkRuns, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend every row of each chunk to all keys in the chunk's slots, without a copy of the cache.
+
+    On a GPU this is one launch, whatever chunks there are, and one more where keys are split.
+
+    Args:
+        q_nhd: (rows of all chunks, query heads, head dim).
+        k_shd, v_shd: one layer's cache, as in `decode_attention`.
+        scale: positive factor on q·k, by default head dim ** -0.5.
+
+    Returns:
+        out_nhd, lse_hn: as `attention`.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
+    check_tensors(q_nhd, k_shd, v_shd)
+    if len(q_nhd) != runs.rows:
+        raise ValueError(f"chunks of {runs.rows} rows need as many query rows, not {len(q_nhd)}")
+    scale = softmax_scale(q_nhd, scale)
+    if not runs.rows or not runs.depth:
+        return nothing_seen(q_nhd)
+    # Imported on use, as in `attention_backend`.
+    if q_nhd.is_cuda:
+        from csps.kernels import triton_attention
+
+        return triton_attention.chunk_attention(q_nhd, k_shd, v_shd, runs, scale)
+    from csps.kernels import cpu_attention
+
+    return cpu_attention.chunk_attention(q_nhd, k_shd, v_shd, runs, scale)
 
 
 def prepare_attention(

@@ -16,11 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from csps.kernels.arguments import Offsets, Positions, SlotRuns, as_tensor, ascending, sequences
+from csps.kernels.arguments import (
+    ChunkRuns,
+    Offsets,
+    Positions,
+    SlotRuns,
+    as_tensor,
+    ascending,
+    sequences,
+)
 from csps.kernels.cpu_decode import prepared
 from csps.kernels.merge import merge_into, merge_rows, nothing_seen
 
@@ -48,8 +57,10 @@ def attention(
     """Implement `csps.kernels.attention.attention`; takes any dtype."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return _attend_sequence(q_thd, k_thd, v_thd, q_positions, k_positions, scale, window)
-    out_thd, lse_ht = nothing_seen(q_thd)
     q_slices, k_slices = sequences(cu_seqlens_q, len(q_thd)), sequences(cu_seqlens_k, len(k_thd))
+    if len(q_slices) == len(k_slices) == 1:  # this saves a copy
+        return _attend_sequence(q_thd, k_thd, v_thd, q_positions, k_positions, scale, window)
+    out_thd, lse_ht = nothing_seen(q_thd)
     for q, k in zip(q_slices, k_slices, strict=True):
         qp = None if q_positions is None else q_positions[q]
         kp = None if k_positions is None else k_positions[k]
@@ -230,6 +241,26 @@ def _flash(
 def _batch_of_one(x_thd: Tensor) -> Tensor:
     """Return (1, heads, tokens, dim)."""
     return _with_dense_last_dim(x_thd).transpose(0, 1)[None]
+
+
+def chunk_attention(
+    q_nhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: ChunkRuns, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Implement `csps.kernels.attention.chunk_attention` for any dtype."""
+    if len(runs.runs) == runs.depth == 1:  # the common case; this saves a copy
+        [[run]] = runs.runs
+        return _attend_dense(q_nhd, k_shd[run.start : run.stop], v_shd[run.start : run.stop], scale)
+    out_nhd, lse_hn = nothing_seen(q_nhd)
+    for (start, stop), of_chunk in zip(pairwise(runs.offsets), runs.runs, strict=True):
+        rows = slice(start, stop)
+        for run in of_chunk:
+            keys, values = k_shd[run.start : run.stop], v_shd[run.start : run.stop]
+            part = _attend_dense(q_nhd[rows], keys, values, scale)
+            if run is of_chunk[0]:
+                out_nhd[rows], lse_hn[:, rows] = part
+            else:
+                merge_into(out_nhd[rows], lse_hn[:, rows], *part)
+    return out_nhd, lse_hn
 
 
 def decode_attention(

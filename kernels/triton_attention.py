@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from csps.kernels.arguments import Offsets, Positions, SlotRuns, as_tensor
+from csps.kernels.arguments import ChunkRuns, Offsets, Positions, SlotRuns, as_tensor
 from csps.kernels.merge import merge_rows
 from csps.kernels.triton_blocks import (
     LAST_POSITION,
@@ -31,6 +31,7 @@ from csps.kernels.triton_blocks import (
     load_tile,
     offsets_tensor,
     padded_dim,
+    range_of,
     reached_block,
     seen_blocks,
     sequence_of,
@@ -109,11 +110,12 @@ def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, beg
         "least",
         "most",
         "cu_seqlens_q",
-        "cu_seqlens_k",
+        "k_begins",
+        "k_ends",
     ],
 )
-def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens_q, cu_seqlens_k,
-                      out, lse, q_tokens, k_tokens, sequences, splits, window, scale_log2,
+def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens_q, k_begins,
+                      k_ends, out, lse, q_tokens, k_tokens, sequences, splits, window, scale_log2,
                       stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
                       WINDOWED: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -126,7 +128,7 @@ def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens
     if VARLEN:
         sequence = sequence_of(slot, cu_seqlens_q, sequences, TOKENS)
     q_begin, q_end = bounds_of(sequence, cu_seqlens_q, q_tokens, VARLEN)
-    k_begin, k_end = bounds_of(sequence, cu_seqlens_k, k_tokens, VARLEN)
+    k_begin, k_end = range_of(sequence, k_begins, k_ends, k_tokens, VARLEN)
     first = q_begin + (slot - first_slot_of(sequence, q_begin, TOKENS)) * TOKENS
     if first >= q_end:
         return
@@ -202,28 +204,80 @@ def attention(
     """Implement `csps.kernels.attention.attention` for bf16, fp16 and fp32."""
     _refuse_fp64(q_thd)
     q_thd, k_thd, v_thd = (kernel_input(tensor) for tensor in (q_thd, k_thd, v_thd))
-    q_tokens, heads, dim = q_thd.shape
-    k_tokens, kv_heads, _ = k_thd.shape
-    group = heads // kv_heads
     cu_q, cu_k = (offsets_tensor(cu, q_thd.device) for cu in (cu_seqlens_q, cu_seqlens_k))
     sequences = 1 if cu_q is None else len(cu_q) - 1
-    rows = SHORT_ROWS if triton.cdiv(q_tokens, sequences) * group <= SHORT_ROWS else LONG_ROWS
-    tiling = choose_tiling(q_thd.dtype, dim, group, rows, shared_memory(q_thd.device))
-    least = most = None
+    tiling = _tiling_of(q_thd, k_thd, sequences)
+    positions = None
     if q_positions is not None and k_positions is not None:
-        q_positions = as_tensor(q_positions, q_thd.device)
-        k_positions = as_tensor(k_positions, q_thd.device)
-        least, most = extremes(k_positions, cu_k, sequences, tiling.block_n)
+        k_at = as_tensor(k_positions, q_thd.device)
+        least, most = extremes(k_at, cu_k, sequences, tiling.block_n)
+        positions = as_tensor(q_positions, q_thd.device), k_at, least, most
+    keys = None if cu_k is None else (cu_k[:-1], cu_k[1:])
+    return _launch(tiling, q_thd, k_thd, v_thd, positions, cu_q, keys, len(k_thd), scale, window)
+
+
+def chunk_attention(
+    q_nhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: ChunkRuns, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Implement `csps.kernels.attention.chunk_attention` for bf16, fp16 and fp32."""
+    _refuse_fp64(q_nhd)
+    q_nhd, k_shd, v_shd = (kernel_input(tensor) for tensor in (q_nhd, k_shd, v_shd))
+    cu_q, begins, ends = runs.layered(q_nhd.device)
+    layers = runs.depth
+    tokens = sum(len(run) for of_chunk in runs.runs for run in of_chunk)
+    tiling = _tiling_of(q_nhd, k_shd, len(runs.runs))
+    # A chunk's rows are repeated for each of its runs. Mostly there is one.
+    rows_nhd = q_nhd if layers == 1 else q_nhd.repeat(layers, 1, 1)
+    out_nhd, lse_hn = _launch(
+        tiling, rows_nhd, k_shd, v_shd, None, cu_q, (begins, ends), tokens, scale, None
+    )
+    if layers == 1:
+        return out_nhd, lse_hn
+    lse_lhn = lse_hn.view(len(lse_hn), layers, -1).transpose(0, 1)
+    return merge_stacked(out_nhd.view(layers, *q_nhd.shape), lse_lhn)
+
+
+def _tiling_of(q_thd: Tensor, k_thd: Tensor, sequences: int) -> Tiling:
+    tokens, heads, dim = q_thd.shape
+    group = heads // k_thd.shape[1]
+    rows = SHORT_ROWS if triton.cdiv(tokens, sequences) * group <= SHORT_ROWS else LONG_ROWS
+    return choose_tiling(q_thd.dtype, dim, group, rows, shared_memory(q_thd.device))
+
+
+def _launch(
+    tiling: Tiling,
+    q_thd: Tensor,
+    k_thd: Tensor,
+    v_thd: Tensor,
+    positions: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    cu_q: Tensor | None,
+    keys: tuple[Tensor, Tensor] | None,
+    k_tokens: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel.
+
+    Args:
+        positions: of queries and keys, and the extremes of the keys' blocks; None without a mask.
+        keys: first key and end of each sequence; None if it is one.
+        k_tokens: keys that all sequences see together.
+    """
+    q_tokens, heads, dim = q_thd.shape
+    kv_heads = k_thd.shape[1]
+    group = heads // kv_heads
+    sequences = 1 if cu_q is None else len(cu_q) - 1
+    begins, ends = (None, None) if keys is None else keys
     q_slots = slots(q_tokens, sequences, tiling.block_m // group)
     k_blocks = triton.cdiv(k_tokens, sequences * tiling.block_n)
     splits = _splits(q_slots * kv_heads, k_blocks, q_thd.device)
     out_sthd = torch.empty(splits, q_tokens, heads, dim, dtype=torch.float32, device=q_thd.device)
     lse_sht = torch.empty(splits, heads, q_tokens, dtype=torch.float32, device=q_thd.device)
     _attention_kernel[(q_slots, kv_heads, splits)](
-        q_thd, k_thd, v_thd, q_positions, k_positions, least, most, cu_q, cu_k,
+        q_thd, k_thd, v_thd, *(positions or (None,) * 4), cu_q, begins, ends,
         out_sthd, lse_sht, q_tokens, k_tokens, sequences, splits, window or 0, scale * LOG2_E,
         *q_thd.stride()[:2], *k_thd.stride()[:2], *v_thd.stride()[:2],
-        GROUP=group, HEAD_DIM=dim, CAUSAL=least is not None, WINDOWED=window is not None,
+        GROUP=group, HEAD_DIM=dim, CAUSAL=positions is not None, WINDOWED=window is not None,
         VARLEN=cu_q is not None,
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=padded_dim(dim),
         num_warps=tiling.warps, num_stages=tiling.stages,

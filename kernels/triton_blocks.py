@@ -56,6 +56,17 @@ def bounds_of(sequence, cu_seqlens, tokens, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def range_of(sequence, begins, ends, tokens, VARLEN: tl.constexpr):
+    """Return the first key and the end of a sequence, whose keys may lie anywhere."""
+    begin = 0
+    end = tokens
+    if VARLEN:
+        begin = tl.load(begins + sequence)
+        end = tl.load(ends + sequence)
+    return begin, end
+
+
+@triton.jit
 def first_slot_of(sequence, begin, BLOCK: tl.constexpr):
     return begin // BLOCK + sequence
 

@@ -3,8 +3,9 @@
 A variant takes seconds to compile. In the middle of serving, all peers of the rank would wait for
 it in an exchange. So a rank launches each variant once before it is ready. Lengths do not tell
 variants apart (`triton_blocks`); what does is the number of query heads of a KV head, whether
-positions are compared, with a window or without, whether a call has few rows or many, and for
-merging the dtype of a part and whether its address is a multiple of 16.
+positions are compared, with a window or without, whether there are several sequences, whether a
+call has few rows or many, and for merging the dtype of a part and whether its address is a multiple
+of 16.
 
 Shape suffixes as in `csps.kernels.attention`.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 import torch
 
 from csps.kernels import triton_attention, triton_importance, triton_merge
-from csps.kernels.arguments import SlotRuns
+from csps.kernels.arguments import ChunkRuns, SlotRuns
 
 KEYS = 16
 
@@ -41,6 +42,8 @@ def launch_variants(
     for group in groups:
         for tokens in (1, triton_attention.SHORT_ROWS // group + 1):
             _attend(device, dtype, group, head_dim, tokens, window)
+    for tokens in (1, triton_attention.SHORT_ROWS // (heads // kv_heads) + 1):
+        _attend_chunks(device, dtype, heads // kv_heads, head_dim, tokens, window)
     cache_shd = torch.zeros(KEYS, kv_heads, head_dim, dtype=dtype, device=device)
     q_rhd = torch.zeros(1, heads, head_dim, dtype=dtype, device=device)
     runs = SlotRuns(1, [(0, 0, KEYS)])
@@ -67,6 +70,24 @@ def _attend(
     if window is not None:
         at = positions
         triton_attention.attention(q_thd, k_thd, k_thd, at, at, 1.0, None, None, window)
+
+
+def _attend_chunks(
+    device: torch.device,
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    tokens: int,
+    window: int | None,
+) -> None:
+    """Attend one chunk of a prompt to what is before it and to itself, and with a window."""
+    q_thd = torch.zeros(tokens, group, head_dim, dtype=dtype, device=device)
+    k_thd = torch.zeros(tokens, 1, head_dim, dtype=dtype, device=device)
+    runs = ChunkRuns([tokens], [[range(tokens)]])
+    triton_attention.chunk_attention(q_thd, k_thd, k_thd, runs, 1.0)
+    at, cu = torch.arange(tokens, device=device), runs.offsets_on(device)
+    for reach in {None, window}:
+        triton_attention.attention(q_thd, k_thd, k_thd, at, at, 1.0, cu, cu, reach)
 
 
 def _merge(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

@@ -11,8 +11,9 @@ heads, g KV heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ from csps.actors.comm.mesh import Tag
 from csps.actors.comm.process_group import Pending
 from csps.actors.engine.reservations import BatchSequence
 from csps.actors.kv_cache.kv_pool import ResidentRows, SlotsOfSequence
-from csps.kernels.attention import attention
-from csps.kernels.merge import merge
+from csps.kernels.arguments import ChunkRuns
+from csps.kernels.attention import attention, chunk_attention
+from csps.kernels.merge import merge_into
 from csps.protocols.core.placement import Span
 
 
@@ -49,16 +51,26 @@ class IterationChunk:
         return self.span.stop == self.sequence.prompt
 
 
-@dataclass(frozen=True)
-class ResidentChunk:
-    """KV resident here of a chunk's sequence, from before the chunk."""
+@dataclass(frozen=True, kw_only=True)
+class NearKeys:
+    """Keys before chunks, of which each row sees those in its window; on the device, copied once
+    for all layers."""
 
-    rows: range
+    rows: Tensor
     """Positions of the query rows."""
-    runs: Sequence[range]
-    """Runs of slots; every query attends to all of them, or to those in its window."""
-    positions: Sequence[Tensor] = ()
-    """Positions of each run's slots, in layers with a window."""
+    positions: Tensor
+    slots: Tensor
+    offsets: Tensor
+    """First key of each chunk, and the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentChunks:
+    """KV resident here of the sequences of one master's chunks, from before the chunks."""
+
+    runs: ChunkRuns
+    near: NearKeys | None = None
+    """Keys in the runs, in layers with a window."""
 
 
 @dataclass(eq=False)
@@ -70,7 +82,7 @@ class VisibleKv:
     routes: QueryRoutes = field(default_factory=lambda: QueryRoutes(rows=0, resident_here=()))
     resident: dict[int | None, ResidentRows] = field(default_factory=dict)
     """Slots of decoding sequences by the peer that masters them; own ones under None."""
-    resident_chunks: dict[int | None, list[ResidentChunk]] = field(default_factory=dict)
+    resident_chunks: dict[int | None, ResidentChunks] = field(default_factory=dict)
     """Chunks with KV resident here, by peer. Own chunks have an entry also if nothing is
     resident."""
 
@@ -141,7 +153,8 @@ class _SightBuilder:
         self._incoming: dict[int, int] = {}
         self._resident: dict[int | None, list[SlotsOfSequence]] = {}
         self._hidden: dict[int | None, list[int]] = {}
-        self._chunks: dict[int | None, list[ResidentChunk]] = {}
+        self._chunks: dict[int | None, list[tuple[range, Sequence[range]]]] = {}
+        """Positions of each chunk's rows, and runs of slots with earlier ones, by peer."""
 
     def decode(self, sequence: BatchSequence, row: int) -> None:
         """Add a sequence that decodes; `row` is that of its master."""
@@ -162,13 +175,9 @@ class _SightBuilder:
         master = sequence.request.master
         holders = {kv_slice.instance for kv_slice in sequence.slices_of(before)}
         if self._here in holders or master == self._here:
-            slots = self._engine.pool.slots
-            runs = slots.runs(sequence.sequence_id, before)
-            positions: Sequence[Tensor] = ()
-            if self._window is not None:  # copied to the device once for all layers
-                positions = [slots.positions(run).to(self._engine.device) for run in runs]
+            runs = self._engine.pool.slots.runs(sequence.sequence_id, before)
             resident = self._chunks.setdefault(self._asker(master), [])
-            resident.append(ResidentChunk(span.positions, runs, positions))
+            resident.append((span.positions, runs))
         self._ask(master, holders, range(row, row + span.length))
 
     def visible(self, rows: int) -> VisibleKv:
@@ -185,7 +194,29 @@ class _SightBuilder:
                 peer: ResidentRows(slots, self._hidden.get(peer))
                 for peer, slots in self._resident.items()
             },
-            resident_chunks=self._chunks,
+            resident_chunks={
+                peer: ResidentChunks(
+                    runs=ChunkRuns([len(rows) for rows, _ in chunks], [runs for _, runs in chunks]),
+                    near=None if self._window is None else self._near(chunks),
+                )
+                for peer, chunks in self._chunks.items()
+            },
+        )
+
+    def _near(self, chunks: Sequence[tuple[range, Sequence[range]]]) -> NearKeys:
+        pool, device = self._engine.pool, self._engine.device
+        none = torch.empty(0, dtype=torch.int64)
+        runs = [run for _, of_chunk in chunks for run in of_chunk]
+        positions = torch.cat([none, *(pool.slots.positions(run) for run in runs)])
+        slots = torch.cat([none, *(torch.arange(run.start, run.stop) for run in runs)])
+        rows = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in chunks])
+        lengths = (sum(map(len, of_chunk)) for _, of_chunk in chunks)
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return NearKeys(
+            rows=rows.to(device),
+            positions=positions.to(device),
+            slots=slots.to(device),
+            offsets=offsets.to(device),
         )
 
     def _ask(self, master: int, holders: set[int], rows: range) -> None:
@@ -302,57 +333,65 @@ def attend_resident(
     parts: list[tuple[Tensor, Tensor]] = []
     if resident is not None:
         parts.append(engine.attend_rows(layer, q_rhd[:first], resident))
-    for chunk in visible.resident_chunks.get(peer, ()):
-        rows = slice(first, first + len(chunk.rows))
-        seen = list(_history(engine, layer, q_rhd[rows], chunk, visible.window))
-        if own is not None:
-            kv = own[0][rows], own[1][rows]
-            seen.append(_causal(engine, q_rhd[rows], *kv, visible.window))
-        parts.append(_merged(chunk, seen))
-        first = rows.stop
+    if (chunks := visible.resident_chunks.get(peer)) is not None:
+        rows = slice(first, first + chunks.runs.rows)
+        kv = None if own is None else (own[0][rows], own[1][rows])
+        parts.append(_attend_chunks(engine, chunks, layer, q_rhd[rows], kv, visible.window))
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _merged(chunk: ResidentChunk, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    assert seen, f"{chunk} is computed where nothing of its sequence is resident"
-    out_nhd, lse_hn = merge([out for out, _ in seen], [lse for _, lse in seen])
-    return out_nhd, lse_hn.T
-
-
-def _history(
-    engine: Engine, layer: int, q_nhd: Tensor, chunk: ResidentChunk, window: int | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Attend to each run of slots. They precede every row, so without a window no positions are
-    compared."""
-    k_sgd, v_sgd = engine.pool.layer(layer)
-    for index, run in enumerate(chunk.runs):
-        yield attention(
-            q_nhd,
-            k_sgd[run.start : run.stop],
-            v_sgd[run.start : run.stop],
-            q_positions=None if window is None else chunk.rows,
-            k_positions=None if window is None else chunk.positions[index],
-            scale=engine.spec.scale,
-            window=window,
-        )
-
-
-def _causal(
-    engine: Engine, q_nhd: Tensor, k_ngd: Tensor, v_ngd: Tensor, window: int | None
+def _attend_chunks(
+    engine: Engine,
+    chunks: ResidentChunks,
+    layer: int,
+    q_nhd: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from a chunk to itself."""
-    positions = range(len(q_nhd))
-    return attention(
-        q_nhd,
-        k_ngd,
-        v_ngd,
-        q_positions=positions,
-        k_positions=positions,
-        scale=engine.spec.scale,
-        window=window,
-    )
+    """Attend all chunks to the KV before them and, causally, to themselves: two calls, whatever
+    chunks there are."""
+    k_sgd, v_sgd = engine.pool.layer(layer)
+    scale, offsets = engine.spec.scale, chunks.runs.offsets_on(engine.device)
+    seen: list[tuple[Tensor, Tensor]] = []
+    if chunks.near is None:
+        # What lies before a chunk precedes every row, so no positions are compared.
+        if chunks.runs.depth or own is None:
+            seen.append(chunk_attention(q_nhd, k_sgd, v_sgd, chunks.runs, scale=scale))
+    elif len(chunks.near.slots) or own is None:
+        near = chunks.near
+        seen.append(
+            attention(
+                q_nhd,
+                k_sgd[near.slots],
+                v_sgd[near.slots],
+                q_positions=near.rows,
+                k_positions=near.positions,
+                scale=scale,
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=near.offsets,
+                window=window,
+            )
+        )
+    if own is not None:
+        rows = range(len(q_nhd))
+        seen.append(
+            attention(
+                q_nhd,
+                *own,
+                q_positions=rows,
+                k_positions=rows,
+                scale=scale,
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets,
+                window=window,
+            )
+        )
+    out_nhd, lse_hn = seen[0]
+    if len(seen) == 2:
+        merge_into(out_nhd, lse_hn, *seen[1])
+    return out_nhd, lse_hn.T
 
 
 def forward(

@@ -173,6 +173,23 @@ def test_a_layer_of_an_iteration_with_piggybacked_prefill_waits_for_nothing(
     assert not few.copies + many.copies
 
 
+def test_further_chunks_of_prompts_cost_no_launches(device: Device, model: Path) -> None:
+    """Own chunks and those of a peer, behind KV that lies here and there."""
+    kernels = []
+    for prompts in (2, 8):
+        engine = engine_of(model)
+        batch = decode_batch_of(engine, 3, 3, prompts)
+        for sequence in batch._sequences:
+            if not sequence.decodes:
+                sequence.next = PROMPT * 3 // 4
+        with torch.inference_mode(), device.counting() as budget:
+            forward(engine, batch._next_batch(()))
+        kernels.append(budget.kernels)
+        # Own chunks attend to KV here and to themselves, the peer's to KV here.
+        assert budget.kernels["_attention_kernel"] == 3 * LAYERS
+    assert kernels[0] == kernels[1]
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rows", [(0, 3, 0), (3, 3, 2)])
 def test_more_layers_need_no_more_buffers(

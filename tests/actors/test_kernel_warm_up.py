@@ -59,8 +59,8 @@ def test_no_step_and_no_iteration_needs_a_variant_that_is_not_warm(
     for kernel, variants in needed.items():
         assert set(variants) <= set(warm[kernel]), kernel
     groups = len(query_groups(10, 2, 4))
-    assert len(warm["_attention_kernel"]) == (6 if window else 4) * groups, (
-        "short and long, with positions and without, and with a window"
+    assert len(warm["_attention_kernel"]) == (6 if window else 4) * (groups + 1), (
+        "short and long, with positions and without, and with a window; and chunks, of one group"
     )
     assert len(warm["_column_sums_kernel"]) == 2 * groups
 

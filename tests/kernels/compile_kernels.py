@@ -22,13 +22,14 @@ from csps.kernels.triton_blocks import padded_dim
 POINTERS = {
     **dict.fromkeys(["q_positions", "k_positions", "positions", "kept", "row_of"], "*i64"),
     **dict.fromkeys(["least", "most", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"], "*i32"),
+    **dict.fromkeys(["k_begins", "k_ends"], "*i32"),
     **dict.fromkeys(["out", "lse", "outs", "lses", "other", "other_lse", "sums"], "*fp32"),
     "values": "*fp32",
     "runs": "*i32",
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 SM, SHARED = map(int, sys.argv[1:])
-OPTIONAL = ("q_positions", "k_positions", "least", "most", "cu_seqlens_q", "cu_seqlens_k")
+OPTIONAL = ("q_positions", "k_positions", "least", "most", "cu_seqlens_q")
 ALIGNED = ("q", "k", "v", "out", "stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt",
            "stride_vh")  # fmt: skip
 
@@ -68,14 +69,19 @@ def absent(*names: str, unless: bool) -> dict[str, Any]:
 
 
 def attention(
-    dtype: torch.dtype, dim: int, group: int, rows: int, *, simple: bool, windowed: bool = False
-) -> None:
+    dtype: torch.dtype, dim: int, group: int, rows: int, *, simple: bool, windowed: bool = False,
+    varlen: bool | None = None,
+) -> None:  # fmt: skip
+    """Compile a variant; a simple one compares no positions."""
+    varlen = not simple if varlen is None else varlen
     tiling = triton_attention.choose_tiling(dtype, dim, group, rows, SHARED)
     kernel = triton_attention._attention_kernel
     report(
         kernel, dtype, tiling.warps, tiling.stages, GROUP=group, HEAD_DIM=dim, CAUSAL=not simple,
-        WINDOWED=windowed, VARLEN=not simple, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-        BLOCK_D=padded_dim(dim), **absent(*OPTIONAL, unless=not simple), splits=1,
+        WINDOWED=windowed, VARLEN=varlen, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+        BLOCK_D=padded_dim(dim), splits=1,
+        **absent("q_positions", "k_positions", "least", "most", unless=not simple),
+        **absent("cu_seqlens_q", "k_begins", "k_ends", unless=varlen),
     )  # fmt: skip
 
 
@@ -85,7 +91,7 @@ def column_sums(dtype: torch.dtype, dim: int, group: int, *, simple: bool) -> No
     report(
         kernel, dtype, 8, 2, GROUP=group, HEAD_DIM=dim, CAUSAL=not simple, VARLEN=not simple,
         BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=padded_dim(dim), **absent(*OPTIONAL, unless=not simple),
+        BLOCK_D=padded_dim(dim), **absent(*OPTIONAL, "cu_seqlens_k", unless=not simple),
     )  # fmt: skip
 
 
@@ -96,6 +102,7 @@ def main() -> None:
     attention(half, 128, 4, short, simple=True)
     attention(half, 128, 4, long, simple=False, windowed=True)
     attention(half, 80, 7, long, simple=False)
+    attention(half, 128, 4, long, simple=True, varlen=True)
     attention(half, 64, 4, long, simple=False)
     attention(half, 256, 1, long, simple=False)
     attention(half, 256, 4, short, simple=True)

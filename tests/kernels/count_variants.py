@@ -12,7 +12,7 @@ from device_budget import DEVICE
 from recording_kernels import on_device, recorded_kernels
 
 from csps.kernels import triton_attention, triton_importance, triton_merge
-from csps.kernels.arguments import SlotRuns
+from csps.kernels.arguments import ChunkRuns, SlotRuns
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 LENGTHS = (*range(1, 140), 144, 250, 255, 256, 257, 512, 1000, 1024, 4097)
@@ -38,6 +38,12 @@ def launch(length: int, first: int) -> None:
     triton_importance.top_tokens(other_hk[:KV_HEADS], 1 + length // 2)
     runs = SlotRuns(2, [(0, first, first + length), (1, 0, 7)])
     cache = on_device(8192, KV_HEADS, DIM)
+    chunks = ChunkRuns([length, 2], [[range(first, first + length)], [range(3), range(7, 9)]])
+    rows_thd = on_device(length + 2, HEADS, DIM)
+    triton_attention.chunk_attention(rows_thd, cache, cache, chunks, 1.0)
+    own_thd, at = on_device(length + 2, KV_HEADS, DIM), torch.arange(length + 2, device=DEVICE)
+    cu = chunks.offsets_on(DEVICE)
+    triton_attention.attention(rows_thd, own_thd, own_thd, at, at, 1.0, cu, cu)
     triton_attention.decode_attention(q_thd[:1].repeat(2, 1, 1), cache, cache, runs, 1.0)
 
 

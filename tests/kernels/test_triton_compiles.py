@@ -39,10 +39,11 @@ def printed(program: Path, cache: Path, *arguments: int) -> str:
 def test_no_kernel_is_compiled_anew_for_a_length(tmp_path: Path) -> None:
     """Of any length from 1 on, and wherever a slice begins."""
     assert json.loads(printed(COUNT, tmp_path)) == {
-        "_attention_kernel": 4,  # few rows or many, with positions or without
+        # few rows or many, with positions or without, one sequence or several
+        "_attention_kernel": 8,
         "_column_sums_kernel": 2,  # with positions or without
         "_decode_kernel": 1,
-        "_extremes_kernel": 2,  # of keys, and of queries
+        "_extremes_kernel": 3,  # of keys, of one sequence or several, and of queries
         "_merge_into_kernel": 1,
         "_merge_rows_kernel": 1,
         "_merge_stacked_kernel": 1,
