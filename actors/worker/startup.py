@@ -46,6 +46,8 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
             dtype=dtype,
             device=mesh.device,
             all_reduce=instance.all_reduce if config.tp > 1 else None,
+            # Steps cut matrices by heads, and have so many rows that packing gains nothing.
+            packed=not config.may_prefill,
         )
         fingerprint = model_fingerprint(
             checkpoint,

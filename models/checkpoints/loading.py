@@ -86,6 +86,7 @@ def load_network(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     all_reduce: AllReduce | None = None,
+    packed: bool = False,
 ) -> Network:
     """Load one tensor-parallel rank's shard of a Hugging Face checkpoint, tensor by tensor.
 
@@ -95,6 +96,7 @@ def load_network(
         dtype: the type of the weights in memory; each is converted as it is read.
         all_reduce: sums a tensor over the tensor-parallel group, in place or not, and returns the
             sum; needed when `tp_size` > 1. A callable keeps collectives out of this package.
+        packed: whether products of few rows matter most, as in decoding (`Network.of`).
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not supported.
@@ -109,6 +111,7 @@ def load_network(
             dtype=dtype,
             device=device,
             all_reduce=all_reduce,
+            packed=packed,
         )
 
 
@@ -120,6 +123,7 @@ def read_network(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     all_reduce: AllReduce | None = None,
+    packed: bool = False,
 ) -> Network:
     """Load a network as `load_network` does, from a checkpoint that is open already."""
     if tp_size > 1 and all_reduce is None:
@@ -135,7 +139,8 @@ def read_network(
     parameters = places.map(lambda place: empty(place, dtype, device))
     for place, parameter in zip(places, parameters, strict=True):
         checkpoint.read(place, parameter)
-    return Network.of(spec, shard, parameters, all_reduce if tp_size > 1 else None)
+    reduce = all_reduce if tp_size > 1 else None
+    return Network.of(spec, shard, parameters, reduce, packed=packed)
 
 
 def _log_quantized(sizes: WeightSizes, dtype: torch.dtype) -> None:

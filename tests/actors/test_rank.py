@@ -29,6 +29,7 @@ from csps.actors.comm.rendezvous import host_store
 from csps.actors.engine import decode_batch as stream_module
 from csps.actors.worker.rank import Rank
 from csps.actors.worker.rank_config import RankConfig
+from csps.models.network import network
 from csps.models.network.checkpoint_json import CheckpointError
 from csps.models.network.network import Layer
 from csps.protocols.core.errors import DeadlineExceeded, FaultError, ProtocolError
@@ -54,6 +55,19 @@ def test_a_rank_with_an_unloadable_checkpoint_raises_and_closes(
 def test_a_world_that_tp_does_not_divide_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(ValueError, match="tp=2"):
         alone(tiny_llama, tp=2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "elastic"])
+def test_only_ranks_that_compute_no_steps_pack_matrices(
+    tiny_llama: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "PACKED_SIDE", 1)
+    rank = alone(tiny_llama, role=role)
+    rank.start()
+    try:
+        assert rank.engine.network.layers[0].weights.qkv.is_mkldnn == (role == "decode")
+    finally:
+        rank.close()
 
 
 def test_closing_ends_all_threads(tiny_llama: Path) -> None:

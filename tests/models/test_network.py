@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from dense_reference import dense_attention
 from tiny_checkpoints import FAMILIES, make_checkpoint, random_tokens, reference_logits
 from torch import Tensor
@@ -94,7 +95,12 @@ def _sinks(layer: Layer) -> Tensor | None:
 
 
 def forward_in_parallel(
-    model_dir: Path, tp_size: int, token_ids: list[int], chunks: Sequence[int] = ()
+    model_dir: Path,
+    tp_size: int,
+    token_ids: list[int],
+    chunks: Sequence[int] = (),
+    *,
+    packed: bool = False,
 ) -> list[Tensor]:
     """Compute each rank's logits; the ranks are threads that meet in every all-reduce."""
     parts: list[Tensor] = [torch.empty(0)] * tp_size
@@ -109,7 +115,9 @@ def forward_in_parallel(
             return total
 
         return forward(
-            load_network(model_dir, tp_rank=rank, tp_size=tp_size, all_reduce=all_reduce),
+            load_network(
+                model_dir, tp_rank=rank, tp_size=tp_size, all_reduce=all_reduce, packed=packed
+            ),
             token_ids,
             chunks=chunks,
         )
@@ -209,6 +217,50 @@ def test_biases(checkpoint: Callable[..., Path], family: str) -> None:
     assert_logits(
         forward(load_network(model_dir), token_ids), reference_logits(model_dir, token_ids)
     )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("family", [*FAMILIES, *(f"{family} biased" for family in BIASED)])
+def test_packed_matrices_give_the_logits_of_transformers(
+    checkpoint: Callable[..., Path], family: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, biased = family.partition(" ")
+    model_dir = checkpoint(name, **(BIASED[name] if biased else {}))
+    token_ids = random_tokens(TOKENS)
+    monkeypatch.setattr(network_module, "PACKED_SIDE", 1)
+    expected = reference_logits(model_dir, token_ids)
+    for logits in forward_in_parallel(model_dir, tp_size, token_ids, CHUNKS, packed=True):
+        assert_logits(logits, expected)
+
+
+def test_packed_matrices_in_bf16_round_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_module, "PACKED_SIDE", 1)
+    generator = torch.Generator().manual_seed(4)
+    weight, x = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (96, TOKENS))
+    exact, plain = x.double() @ weight.double().T, F.linear(x, weight)
+    with torch.inference_mode():
+        packed = network_module._linear(x, network_module._packed(weight))
+    assert (packed - exact).abs().max() <= 1.1 * (plain - exact).abs().max()
+
+
+def test_large_matrices_are_packed_and_others_stay() -> None:
+    side = network_module.PACKED_SIDE
+    large, small = torch.rand(side, side), torch.rand(side - 1, 4 * side)
+    packed = network_module._packed(large)
+    assert packed.is_mkldnn
+    assert large.untyped_storage().nbytes() == 0
+    assert network_module._packed(small) is small
+    double = torch.rand(side, side, dtype=torch.float64)
+    assert network_module._packed(double) is double
+
+
+def test_a_head_that_is_the_embedding_is_not_packed(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_module, "PACKED_SIDE", 1)
+    tied = load_network(checkpoint("llama", tie_word_embeddings=True), packed=True)
+    assert not tied.head_vd.is_mkldnn
+    assert load_network(checkpoint("llama"), packed=True).head_vd.is_mkldnn
 
 
 @pytest.mark.parametrize("family", FAMILIES)
