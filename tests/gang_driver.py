@@ -28,7 +28,9 @@ from csps.protocols.gang.messages import (
     ConnectKv,
     EvictKv,
     JoinBatch,
+    KvRestored,
     KvRetained,
+    KvSaved,
     LinkBroken,
     PrefillDone,
     PrefillProgress,
@@ -74,6 +76,8 @@ _MESSAGES: dict[str, type[Any]] = {
     "received": RankKvReceived,
     "freed": SlotsFreed,
     "retained": KvRetained,
+    "saved": KvSaved,
+    "restored": KvRestored,
     "moved": SequenceMoved,
     "failed": RequestFailed,
     "link_broken": LinkBroken,
@@ -96,6 +100,9 @@ class GangPlan:
     kv_receiving_backends: int = 16
     kv_checksum: float = 0.0
     quantum_ms: float = 50.0
+    kv_files_path: str | None = None
+    """Folder of a prefill gang's files."""
+    kv_files_bytes: int = 2**30
     gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
     tls: TlsFiles | None = None
     """For gangs whose ranks are all in this process."""
@@ -116,6 +123,8 @@ class GangPlan:
             "kv_receiving_backends": self.kv_receiving_backends,
             "kv_checksum": self.kv_checksum,
             "quantum_ms": self.quantum_ms,
+            "kv_files_path": self.kv_files_path,
+            "kv_files_bytes": self.kv_files_bytes,
             **({} if self.tls is None else {"tls": self.tls}),
         }
 

@@ -172,13 +172,14 @@ async def thread_cell(
     kv_in_flight_bytes: int = 2**20,
     kv_receiving_backends: int = 16,
     quantum_ms: float = 50.0,
+    kv_files: Path | None = None,
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
     data_group: GroupMaker | None = STRICT,
     logs: tuple[LaunchLog | None, LaunchLog | None] = (None, None),
 ) -> AsyncIterator[ThreadCell]:
     """Yield two gangs of so many instances, attached and connected; some ranks may be processes.
-    What each gang's ranks begin is noted in its log.
+    What each gang's ranks begin is noted in its log. The prefill gang's KV survives in `kv_files`.
     """
     plan = partial(
         GangPlan,
@@ -188,7 +189,8 @@ async def thread_cell(
         kv_receiving_backends=kv_receiving_backends,
         quantum_ms=quantum_ms,
     )
-    prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp)
+    files_path = None if kv_files is None else str(kv_files)
+    prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp, kv_files_path=files_path)
     decode_plan = plan(role="decode", instances=decode, tp=decode_tp)
     one = ThreadGang(prefill_plan, prefill_processes, data_group, logs[0])
     other = ThreadGang(decode_plan, decode_processes, data_group, logs[1])

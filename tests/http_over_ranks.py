@@ -31,7 +31,7 @@ from csps.services.router.service import RequestService
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.settings.credentials import ApiKeys
-from csps.services.settings.settings import KvReuseSettings, Settings
+from csps.services.settings.settings import KvFilesSettings, KvReuseSettings, Settings
 from csps.services.telemetry.load_trace import LoadTrace
 from csps.services.telemetry.metrics import Metrics
 
@@ -83,14 +83,18 @@ async def served(
     options: dict[str, Any] | None = None,
     configure: Configure | None = None,
     reuse: bool = False,
+    kv_files: Path | None = None,
+    token_ns: int = Unmeasured.token_ns,
     overrides: dict[str, Any] | None = None,
     keys: Sequence[str] = (),
     elastic: bool = False,
     load_trace: LoadTrace | None = None,
 ) -> AsyncIterator[Served]:
     """Serve the checkpoint as `tiny` with two prefill instances and two decode ranks, or with an
-    elastic gang of three instances; without a configurator all attention is exact.
+    elastic gang of three instances; without a configurator all attention is exact. With `kv_files`,
+    the KV of prompts survives the gangs. `token_ns` is the predicted time to compute a token.
     """
+    files_path = None if kv_files is None else str(kv_files)
     async with AsyncExitStack() as stack:
         plan = partial(
             PlacedGang,
@@ -98,7 +102,9 @@ async def served(
             model_overrides=overrides or {},
             kv_slots=kv_slots,
         )
-        prefill_plan = partial(plan, tp=prefill_tp, servers=prefill_servers)
+        prefill_plan = partial(
+            plan, tp=prefill_tp, servers=prefill_servers, kv_files_path=files_path
+        )
         gangs: tuple[ThreadGang, ...]
         if elastic:
             gangs = (ThreadGang(prefill_plan(role="elastic", instances=3)),)
@@ -110,9 +116,13 @@ async def served(
             model=str(model_dir),
             model_overrides=overrides or {},
             served_model_name="tiny",
-            kv_reuse=KvReuseSettings(enabled=reuse),
+            kv_reuse=KvReuseSettings(
+                enabled=reuse, files=KvFilesSettings(path=files_path) if files_path else None
+            ),
         )
-        costs = CostTableService(CostTable(latencies=Unmeasured()), configure or _silent)
+        costs = CostTableService(
+            CostTable(latencies=Unmeasured(token_ns=token_ns)), configure or _silent
+        )
         metrics = Metrics("tiny")
         scheduler = Scheduler(
             make_policy(policy, OPTIONS if options is None else options),

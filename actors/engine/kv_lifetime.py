@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from csps.actors.attention.base.engine import Engine
 from csps.actors.engine.step_reports import StepReports
@@ -62,6 +62,11 @@ class KvLifetime:
         """Do not retain a sequence's KV after all."""
         with self._lock:
             self._retained.discard(sequence_id)
+
+    def adopt(self, sequence_id: int) -> None:
+        """Note that KV lies here of a sequence that no step has computed."""
+        with self._lock:
+            self._idle.add(sequence_id)
 
     def evict(self, sequence_id: int, spans: tuple[Span, ...]) -> bool:
         """Evict some retained KV; return whether it can be freed now. Otherwise `due_evictions`
@@ -212,6 +217,16 @@ class KvReclaim:
     def unretain(self, sequence_id: int) -> None:
         """Do not retain a sequence's KV after all."""
         self._lifetime.unretain(sequence_id)
+
+    def adopt(self, sequence_id: int, spans: Sequence[Span]) -> None:
+        """Allocate slots for KV that no step computes; it stays until it is evicted, or all
+        sequences are cancelled.
+
+        Raises:
+            OutOfSlots: fewer slots are free.
+        """
+        self._slots.allocate(sequence_id, spans)
+        self._lifetime.adopt(sequence_id)
 
     def cancel(self, sequence_id: int) -> None:
         """Cancel a sequence and free its idle KV."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -34,6 +34,7 @@ from csps.actors.engine.step_run import StepRun
 from csps.actors.kv_cache.slot_allocator import NotHeld
 from csps.actors.sampling.token_sampler import sampler_of
 from csps.protocols.core.errors import CspsError
+from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import Notify, ReserveKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.protocols.sequencer.log_entries import (
@@ -199,6 +200,14 @@ class EngineLoop:
         _log.debug("cancel sequence %d", sequence_id)
         self.outgoing_transfers.cancel(sequence_id)
         self._kv.cancel(sequence_id)
+
+    def adopt(self, sequence_id: int, spans: Sequence[Span]) -> None:
+        """Allocate slots for KV that comes from files; raises as `KvReclaim.adopt`."""
+        self._kv.adopt(sequence_id, spans)
+
+    def slots_freed(self) -> None:
+        """Retry steps that wait for slots. Called from any thread."""
+        self._pending_steps.slots_freed()
 
     def cancel_all(self) -> None:
         """Cancel all sequences, because the router that asked for them is gone."""

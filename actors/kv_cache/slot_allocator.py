@@ -175,6 +175,23 @@ class SlotAllocator:
             self._pinned += len(slots)
             return PinnedSpan(span, slots)
 
+    def pin_held(self, sequence_id: int, spans: Sequence[Span]) -> tuple[PinnedSpan, ...] | None:
+        """Pin spans of a sequence that may be gone: all of them, or none (None)."""
+        with self._lock:
+            slot_map = self._slot_map(sequence_id)
+            found = [None if slot_map.kept else slot_map.slots(span) for span in spans]
+            pinned = tuple(
+                PinnedSpan(span, slots)
+                for span, slots in zip(spans, found, strict=True)
+                if slots is not None
+            )
+            if len(pinned) < len(spans):
+                return None
+            for _, slots in pinned:
+                self._ref_counts[slots] += 1
+                self._pinned += len(slots)
+            return pinned
+
     def unpin(self, pinned: PinnedSpan) -> None:
         """Unpin a span that will not be read any more."""
         with self._lock:

@@ -29,6 +29,7 @@ from csps.actors.worker.kv_link import KvLinkEnd
 from csps.actors.worker.rank_commands import RankCommands
 from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment, RpcThread
+from csps.actors.worker.saved_kv import SavedKv, open_files
 from csps.actors.worker.startup import load_engine, open_log, warm_up
 from csps.protocols.core.errors import FaultError
 from csps.protocols.gang.messages import Attach, ConnectKv, Notify, RankDescription, RankStats
@@ -74,6 +75,7 @@ class Rank:
         self._link: KvLinkEnd | None = None
         self._log: SequencerEnd | MemberEnd | None = None
         self._loop: EngineLoop | None = None
+        self._saved: SavedKv | None = None
         self._groups: list[Mesh | InstanceGroup] = []
         self._threads: list[threading.Thread] = []
         self._failure: BaseException | None = None
@@ -117,6 +119,7 @@ class Rank:
         )
         self._groups.append(mesh)
         self.engine, self._fingerprint = load_engine(config, mesh, instance)
+        files = open_files(config, self.engine, self._fingerprint)
         self._log = open_log(config, store, self._store_address.host, self._secret)
         # After the gang has met, which has a deadline, and before anybody can reach this rank.
         warm_up(self.engine)
@@ -127,7 +130,11 @@ class Rank:
         if isinstance(self._log, SequencerEnd):
             self._spawn("sequencer", self._log.run)
         self._spawn("engine", self._loop.run)
-        commands = RankCommands(config, self.engine, self._loop, self._log, self._attachment)
+        if files is not None:
+            self._saved = SavedKv(files, self.engine, self._loop, self._notify)
+        commands = RankCommands(
+            config, self.engine, self._loop, self._log, self._attachment, self._saved
+        )
         self._attachment.on_end = commands.end
         address = self._rpc.start(config.host, {**self._handlers(), **commands.handlers()})
         _log.info("rank %d of gang %s serves at %s", config.rank, config.gang_id, address)
@@ -148,7 +155,10 @@ class Rank:
         if self._log is not None:
             self._log.leave()
         _join([thread for thread in self._threads if thread.name == "engine"], LOOP_END_S)
-        kv_threads = self._link.threads if self._link is not None else []
+        kv_threads = list(self._link.threads) if self._link is not None else []
+        if self._saved is not None:
+            self._saved.close()
+            kv_threads += self._saved.threads
         self._leave_groups()
         # A thread that returns from a wait inside torch after the interpreter has ended crashes the
         # process.

@@ -18,6 +18,7 @@ from csps.actors.engine.step_run import step_points_of
 from csps.actors.sampling.token_sampler import compile_ahead
 from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment
+from csps.actors.worker.saved_kv import SavedKv
 from csps.actors.worker.startup import DECODE_BATCH
 from csps.protocols.core.errors import ConfigError, ProtocolError
 from csps.protocols.gang.messages import (
@@ -26,7 +27,9 @@ from csps.protocols.gang.messages import (
     FirstTokenSampler,
     JoinBatch,
     ReserveKv,
+    RestoreKv,
     RetainKv,
+    SaveKv,
 )
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep, rebalanced, stored_in_place
 from csps.protocols.rpc import schema
@@ -45,8 +48,12 @@ class RankCommands:
         loop: EngineLoop,
         log: LogEnd,
         attachment: RouterAttachment,
+        saved: SavedKv | None = None,
     ) -> None:
-        self._config, self._engine, self._loop = config, engine, loop
+        """Args:
+        saved: writes KV to files and reads it back; None: the rank has no files.
+        """
+        self._config, self._engine, self._loop, self._saved = config, engine, loop, saved
         self._attachment = attachment
         self._sequencer = log if isinstance(log, SequencerEnd) else None
         self._layout = engine.layout
@@ -66,7 +73,16 @@ class RankCommands:
                 "cancel": self._cancel,
                 "retain": self._retain,
                 "evict": self._evict,
+                **({} if self._saved is None else self._file_handlers(self._saved)),
             }.items()
+        }
+
+    @staticmethod
+    def _file_handlers(saved: SavedKv) -> dict[str, Callable[[Any], None]]:
+        return {
+            "list_saved": lambda _payload: saved.list_saved(),
+            "save": lambda payload: saved.save(schema.unpack(SaveKv, payload)),
+            "restore": lambda payload: saved.restore(schema.unpack(RestoreKv, payload)),
         }
 
     def _attached(self, command: Callable[[Any], None]) -> Handler:

@@ -42,6 +42,12 @@ class RankConfig:
     """Steps of prefill ranks that may send KV here at a time."""
     kv_checksum: float = 0.0
     """Fraction of KV messages whose bytes the receiver checks, 0 to 1."""
+    kv_files_path: str | None = None
+    """Folder in which the KV of prompts survives this process; None: it does not."""
+    kv_files_bytes: int = 0
+    """Limit of all files in that folder, whoever writes them."""
+    release: str = ""
+    """Release of the code: KV in files is for the same one."""
     tls: TlsFiles | None = None
     """Files for encrypted connections to the router and the rendezvous store; None: plain."""
     quantum_ms: float = 50.0

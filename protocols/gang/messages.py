@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -273,6 +275,84 @@ class EvictKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 # --- to prefill ranks ----------------------------------------------------------------------
 
 
+class SavedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A run of a prompt's blocks whose KV the ranks of a gang have in files, each its own part."""
+
+    start: int
+    """Position of the first token."""
+    hashes: tuple[bytes, ...]
+    """Chain hashes of its blocks: they cover all tokens before it as well."""
+    slices: tuple[KvSlice, ...]
+    """Placement of its positions, each once."""
+
+    def __post_init__(self) -> None:
+        if not self.hashes or not self.slices:
+            raise ValueError("a saved run has no blocks")
+        _check_placed_once("a saved run", self.start, self.stop, self.slices)
+
+    @property
+    def name(self) -> str:
+        """Name of its files: different wherever tokens or placement differ."""
+        identity = (self.start, self.hashes[-1], self.slices)
+        return blake2b(msgspec.msgpack.encode(identity), digest_size=16).hexdigest()
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last token."""
+        return max(kv_slice.stop for kv_slice in self.slices)
+
+
+class SaveKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """`save`, to every rank: write a run of a sequence's retained KV to files, if there is room and
+    the KV is still here. A rank that has written its part sends `saved`."""
+
+    sequence_id: int
+    run: SavedRun
+    tenant: int = 0
+    """Scheduler's number of the tenant who pays for it; the router names the owner."""
+    owner: str = ""
+    """Name under which its bytes are counted; empty: no API keys."""
+    permille: int = 1000
+    """Share of the files' limit that the owner may fill."""
+
+
+class SavedPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Positions [start, stop) of a saved run."""
+
+    name: str
+    """Name of the run (`SavedRun.name`)."""
+    start: int
+    stop: int
+
+
+class RestoreKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """`restore`, to every rank: read positions of saved runs into slots, under the name of a new
+    sequence, as if it had retained them. Every rank answers with `restored`.
+
+    Slots stay taken until `evict`, also where reading has failed.
+    """
+
+    sequence_id: int
+    parts: tuple[SavedPart, ...]
+    """What to read, in order and without gaps."""
+    slices: tuple[KvSlice, ...]
+    """Placement of all these positions."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError(f"sequence {self.sequence_id}: nothing to restore")
+        for before, after in pairwise(self.parts):
+            if before.stop != after.start:
+                raise ValueError(f"sequence {self.sequence_id}: a gap in what is to be restored")
+        what, start, stop = f"sequence {self.sequence_id}", self.parts[0].start, self.parts[-1].stop
+        _check_placed_once(what, start, stop, self.slices)
+
+
+def _check_placed_once(what: str, start: int, stop: int, slices: tuple[KvSlice, ...]) -> None:
+    if not Span(start, stop).partitioned_by([kv_slice.span for kv_slice in slices]):
+        raise ValueError(f"{what}: slices must have positions [{start}, {stop}), each once")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenSampler:
     """`sampler`, before the step that samples a sequence's first token, to the rank that will."""
@@ -497,6 +577,30 @@ class KvRetained:
     sequence_id: int
     rank: int
     tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvSaved:
+    """`saved`: runs of which the rank has its part in files. It sends one when it has written a
+    run, and all that it has after `list_saved`."""
+
+    rank: int
+    runs: tuple[SavedRun, ...]
+    bytes_per_s: int
+    """Speed at which the rank read files last, or wrote them if it has read none."""
+    written: bool
+    """True if it has written them just now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvRestored:
+    """`restored`: the rank has read what `restore` named into its slots."""
+
+    sequence_id: int
+    rank: int
+    tokens: int
+    """Tokens that it has read; -1 if it could not read all that it was to."""
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

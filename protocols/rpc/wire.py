@@ -46,7 +46,7 @@ from csps.protocols.core.errors import (
 )
 from csps.protocols.rpc.schema import pack, unpack
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Version of all messages; two processes with different versions refuse each other."""
 
 REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2

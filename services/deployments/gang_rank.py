@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.gang import GangContext
 from ray.serve.handle import DeploymentHandle
 
+import csps
 from csps.actors.worker.rank_config import RankConfig
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole, RankAddress
@@ -126,6 +127,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
 
     section = settings.gangs[role]
     check_gpus(settings)
+    files = settings.kv_reuse.files if role == "prefill" else None
     return RankConfig(
         model_dir=str(settings.model_dir),
         model_overrides=settings.model_overrides,
@@ -144,6 +146,9 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
         kv_receiving_backends=settings.kv_transfer.receiving_backends,
         kv_checksum=settings.kv_transfer.checksum,
+        kv_files_path=None if files is None else files.path,
+        release=csps.__version__,
+        kv_files_bytes=0 if files is None else files.bytes,
         tls=None if settings.tls is None else settings.tls.files,
         quantum_ms=settings.quantum_ms,
     )

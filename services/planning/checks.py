@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import shutil
 import socket
 import tempfile
 from contextlib import suppress
@@ -141,6 +142,9 @@ def check_places(settings: Settings) -> None:
         _check_writable("telemetry.spans_dir", Path(settings.telemetry.spans_dir))
     if (log := settings.scheduling.log) is not None:
         _check_writable("scheduling.log", Path(log))
+    if (files := settings.kv_reuse.files) is not None:
+        _check_writable("kv_reuse.files.path", Path(files.path))
+        _check_room("kv_reuse.files.mib", Path(files.path), files.bytes)
     if (base := Path(settings.scaling_information_base)).is_dir():
         raise ConfigError(f"scaling_information_base: {base} is a directory: name a file")
     if settings.host != "auto":
@@ -182,6 +186,18 @@ def _check_writable(setting: str, path: Path) -> None:
             f"{setting}: {path} cannot be used ({error.strerror}): name a folder that can be "
             "written"
         ) from None
+
+
+def _check_room(setting: str, path: Path, needed: int) -> None:
+    """Compare a limit of files with the disk: what is there already, and what is free."""
+    existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    there = sum(file.stat().st_size for file in path.glob("*.kv")) if path.is_dir() else 0
+    room = shutil.disk_usage(existing).free + there
+    if needed > room:
+        raise ConfigError(
+            f"{setting} is {needed >> 20}, but the disk of {path} has room for {room >> 20}: lower "
+            "it, or name another folder"
+        )
 
 
 def _check_own(setting: str, host: str, instead: str) -> None:

@@ -24,7 +24,7 @@ from csps.protocols.core.errors import (
 )
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import CancelSequence, EvictKv, JoinBatch, RetainKv
+from csps.protocols.gang.messages import CancelSequence, EvictKv, JoinBatch, RetainKv, SaveKv
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.protocols.rpc.schema import pack
 from csps.services.requests.request_handle import AttemptPlacement
@@ -93,6 +93,7 @@ class Executor:
             commands.RunStep: self._run_step,
             commands.SetGroup: self._set_group,
             commands.ToGang: self._to_gang,
+            commands.ToFiles: self._to_files,
             commands.Cancel: self._cancel,
             commands.Restart: self._restart,
             commands.Refuse: self._refuse,
@@ -260,6 +261,17 @@ class Executor:
         if retain and sequence is not None:
             sequence.pending_free.clear()  # retain acks replace `freed` from here on
             self._requests.end(sequence)
+
+    def _to_files(self, command: commands.ToFiles) -> None:
+        message, gang = command.message, self._gangs.get(command.gang)
+        if gang is None:
+            return
+        if isinstance(message, SaveKv):
+            owner = self._requests.owners.get(message.tenant, "")
+            gang.notify_all("save", pack(msgspec.structs.replace(message, owner=owner)))
+        else:
+            self._notifications.expect_restored(command.gang, gang, message.sequence_id)
+            gang.notify_all("restore", pack(message))
 
     # --- ending --------------------------------------------------------------------------------
 

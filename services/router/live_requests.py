@@ -40,6 +40,7 @@ from csps.services.scheduling.events.events import (
     RequestId,
     SequenceId,
     Submitted,
+    TenantId,
 )
 from csps.services.scheduling.state.state import wire_error
 from csps.services.telemetry.observer import RequestObserver
@@ -107,6 +108,8 @@ class LiveRequests:
         self._unread = UnreadTokens()
         self._request_ids = itertools.count(1)
         self.sequences: dict[SequenceId, LiveSequence] = {}
+        self.owners: dict[TenantId, str] = {}
+        """Names of the tenants that have sent requests."""
         self.elastic: deque[tuple[RequestHandle, ElasticEvent]] = deque(maxlen=MOST_EVENTS)
         """The latest elastic events, for people who look."""
         self.none_left = asyncio.Event()
@@ -133,6 +136,7 @@ class LiveRequests:
             on_cancel=self._cancel,
             unread_by_all=self._unread,
         )
+        self.owners[spec.api_key.tenant] = spec.api_key.name
         self._queue.comes(handle, self._live.values())
         self._live[handle.request_id] = handle
         self.none_left.clear()

@@ -16,10 +16,13 @@ from typing import Any
 from csps.protocols.attention.plan import parse_option
 from csps.protocols.core.errors import CspsError, FaultError, ProtocolError
 from csps.protocols.core.errors import from_wire as error_from_wire
+from csps.protocols.core.placement import tokens_on
 from csps.protocols.core.topology import GroupShape, Location
 from csps.protocols.gang.client import GangClient
 from csps.protocols.gang.messages import (
+    KvRestored,
     KvRetained,
+    KvSaved,
     LinkBroken,
     PrefillDone,
     PrefillProgress,
@@ -49,11 +52,14 @@ from csps.services.scheduling.events.events import (
     InstanceId,
     KvReceived,
     Moved,
+    Restored,
     Retained,
+    Saved,
     SequenceId,
     StepDone,
     StepId,
     WireError,
+    gang_of,
     instance_id,
 )
 from csps.services.telemetry.observer import RequestObserver, StepFigures, guarded
@@ -71,6 +77,7 @@ class RankNotifications:
     Args:
         gangs: the attached gangs; others' notifications are dropped.
         post_event: takes events for the scheduler.
+        observer: takes what is written to files, and read from them.
         on_received: called when all of a prompt's KV was received.
         on_link_broken: called when a rank lost its connection to another gang.
         on_bug: called with an error of ours, after which books may be wrong.
@@ -82,6 +89,7 @@ class RankNotifications:
         requests: LiveRequests,
         steps: RunningSteps,
         post_event: PostEvent,
+        observer: RequestObserver,
         *,
         on_received: Callable[[Sequence[RankKvReceived]], None],
         on_link_broken: Callable[[GangClient, LinkBroken], None],
@@ -89,9 +97,13 @@ class RankNotifications:
     ) -> None:
         self._gangs, self._requests, self._steps = gangs, requests, steps
         self._post_event, self._on_received = post_event, on_received
+        self._observer = observer
         self._on_link_broken, self._on_bug = on_link_broken, on_bug
         self._pending_acks: dict[tuple[GangId, SequenceId], list[PendingRanks]] = {}
         """Answers to Retain and Evict: one record for each message, in their order."""
+        self._saving: dict[tuple[InstanceId, str], PendingRanks] = {}
+        """Ranks that have not reported their part of a run, of instances of which some rank has."""
+        self._restoring: dict[tuple[GangId, SequenceId], _Restoring] = {}
         self._last_heartbeat: dict[tuple[GangId, int], float] = {}
         self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
             "prefill_progress": self._prefill_progress,
@@ -100,6 +112,8 @@ class RankNotifications:
             "received": self._kv_received,
             "freed": self._freed,
             "retained": self._retained,
+            "saved": self._saved,
+            "restored": self._restored,
             "moved": self._moved,
             "failed": self._failed,
             "link_broken": self._link_broken,
@@ -128,6 +142,12 @@ class RankNotifications:
         """Forget a lost gang."""
         self._pending_acks = {
             key: pending for key, pending in self._pending_acks.items() if key[0] != gang_number
+        }
+        self._saving = {
+            key: ranks for key, ranks in self._saving.items() if gang_of(key[0]) != gang_number
+        }
+        self._restoring = {
+            key: found for key, found in self._restoring.items() if key[0] != gang_number
         }
         self._last_heartbeat = {
             key: at for key, at in self._last_heartbeat.items() if key[0] != gang_number
@@ -218,6 +238,49 @@ class RankNotifications:
                 del self._pending_acks[gang_number, sequence_id]
         return True
 
+    def _saved(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        saved = unpack(KvSaved, payload)
+        instance = instance_id(gang_number, gang.instance_of(rank))
+        whole = []
+        for run in saved.runs:
+            key = instance, run.name
+            pending = self._saving.setdefault(key, PendingRanks(gang, [instance]))
+            if pending.awaits(instance, rank) and pending.reported(instance, rank):
+                del self._saving[key]
+                whole.append(run)
+        if whole:
+            if saved.written:
+                slices = (kv_slice for run in whole for kv_slice in run.slices)
+                self._observer.kv_saved(tokens_on(slices).get(gang.instance_of(rank), 0))
+            self._post_event(
+                Saved(instance=instance, runs=tuple(whole), bytes_per_s=saved.bytes_per_s)
+            )
+
+    def expect_restored(self, gang_number: GangId, gang: GangClient, sequence_id: int) -> None:
+        """Expect every rank of a gang to answer a Restore that it is sent."""
+        instances = (instance_id(gang_number, index) for index in range(gang.instances))
+        self._restoring[gang_number, sequence_id] = _Restoring(PendingRanks(gang, instances))
+
+    def _restored(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        restored = unpack(KvRestored, payload)
+        key = gang_number, restored.sequence_id
+        instance = instance_id(gang_number, gang.instance_of(rank))
+        found = self._restoring.get(key)
+        if found is None or not found.pending.awaits(instance, rank):
+            return
+        tokens = min(restored.tokens, found.tokens.get(instance, restored.tokens))
+        found.tokens[instance] = tokens
+        found.seconds = max(found.seconds, restored.seconds)
+        if found.pending.reported(instance, rank):
+            self._post_event(
+                Restored(sequence_id=restored.sequence_id, instance=instance, tokens=tokens)
+            )
+            if not found.pending:
+                del self._restoring[key]
+                read = min(found.tokens.values()) >= 0
+                total = sum(found.tokens.values()) if read else None
+                self._observer.kv_restored(total, found.seconds)
+
     def _moved(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         moved = unpack(SequenceMoved, payload)
         sequence = self._requests.serving(moved.sequence_id)
@@ -242,6 +305,17 @@ class RankNotifications:
 
     def _link_broken(self, gang_number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         self._on_link_broken(gang, unpack(LinkBroken, payload))
+
+
+@dataclass(eq=False, slots=True)
+class _Restoring:
+    """KV that a gang reads from files."""
+
+    pending: PendingRanks
+    tokens: dict[InstanceId, int] = field(default_factory=dict)
+    """Fewest tokens that a rank of each instance has read; -1 if one could not."""
+    seconds: float = 0.0
+    """Time of the slowest rank."""
 
 
 @dataclass(eq=False, slots=True)

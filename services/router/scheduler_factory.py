@@ -42,7 +42,11 @@ def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
 def make_reuse(settings: Settings) -> ReuseSettings:
     """Return how much KV of finished requests is retained."""
     given = settings.kv_reuse
-    return ReuseSettings(enabled=given.enabled, max_share=given.max_share)
+    return ReuseSettings(
+        enabled=given.enabled,
+        max_share=given.max_share,
+        files_bytes=0 if given.files is None else given.files.bytes,
+    )
 
 
 def initial_costs(settings: Settings) -> CostTable:

@@ -107,6 +107,7 @@ class RequestService:
             self._requests,
             self._steps,
             self._driver.post_event,
+            self._observer,
             on_received=self._observer.kv_received,
             on_link_broken=cluster.link_broken,
             on_bug=self._bug,
@@ -329,6 +330,8 @@ class RequestService:
         gang_number = self._gangs.add(gang)
         self._driver.post_event(gang_up(gang_number, gang, generation=self._cluster.generation))
         self._costs.gang_up(gang)
+        if self._scheduler.restores_kv and gang.role == "prefill":
+            gang.notify_all("list_saved")
 
     def gang_down(self, gang: GangClient, reason: str) -> None:
         gang_number = self._gangs.remove(gang)

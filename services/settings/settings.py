@@ -197,6 +197,20 @@ class KvTransferSettings(SettingsSection):
         return self.in_flight_mib * 2**20
 
 
+class KvFilesSettings(SettingsSection):
+    """Files in which the KV of prompts survives its gang (`docs/operations.md`)."""
+
+    path: str
+    """Folder on each machine with prefill ranks, or one that all share."""
+    mib: Count = 4096
+    """Limit of all files in a folder, whoever writes them. The least recently used go first."""
+
+    @property
+    def bytes(self) -> int:
+        """`mib` in bytes."""
+        return self.mib * 2**20
+
+
 class KvReuseSettings(SettingsSection):
     """Prefix cache: KV that outlives its request, for prompts with a common prefix
     (`docs/operations.md`)."""
@@ -205,6 +219,14 @@ class KvReuseSettings(SettingsSection):
     max_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     """Fraction of an instance's slots for cached KV that no request uses. It is evicted when a
     request needs the slots."""
+    files: KvFilesSettings | None = None
+    """Where the KV of prompts survives a restart of its gang; None: it is lost."""
+
+    @model_validator(mode="after")
+    def _files_need_reuse(self) -> Self:
+        if self.files is not None and not self.enabled:
+            raise ValueError("files: enabled is false, so there is no KV to save")
+        return self
 
 
 class ConfiguratorSettings(SettingsSection):
@@ -520,6 +542,15 @@ class Settings(SettingsSection):
         return self
 
     @model_validator(mode="after")
+    def _files_need_a_prefill_gang(self) -> Self:
+        if self.kv_reuse.files is not None and self.elastic is not None:
+            raise ValueError(
+                "kv_reuse.files: only the KV of prefill gangs survives in files, and this cell has "
+                "an elastic gang"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _topology_fits_the_gangs(self) -> Self:
         for role in get_args(GangRole):
             locations = self.topology.of(role)
@@ -584,6 +615,7 @@ class Settings(SettingsSection):
             ConfigError: the model does not exist.
         """
         log, keys, template = self.scheduling.log, self.api_keys_file, self.chat_template
+        files = self.kv_reuse.files
         return self.model_copy(
             update={
                 "model": str(self.model_dir),
@@ -593,6 +625,9 @@ class Settings(SettingsSection):
                 "scaling_information_base": _absolute(self.scaling_information_base),
                 "scheduling": self.scheduling.model_copy(
                     update={"log": None if log is None else _absolute(log)}
+                ),
+                "kv_reuse": self.kv_reuse.model_copy(
+                    update={"files": None if files is None else _resolved_files(files)}
                 ),
                 "telemetry": self.telemetry.resolved(),
                 "tls": None if self.tls is None else self.tls.resolved(),
@@ -636,6 +671,10 @@ class Settings(SettingsSection):
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
+
+
+def _resolved_files(files: KvFilesSettings) -> KvFilesSettings:
+    return files.model_copy(update={"path": _absolute(files.path)})
 
 
 def _no_model(name: str) -> str:

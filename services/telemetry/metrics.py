@@ -213,6 +213,31 @@ class TransferMetrics:
         self._failed.inc()
 
 
+class FileMetrics:
+    """KV of prompts that is written to files and read from them."""
+
+    def __init__(self, series: Series) -> None:
+        self._saved = series.counter("kv_saved_tokens", "Tokens whose KV was written to files.")
+        self._tokens = series.counter("kv_restored_tokens", "Tokens whose KV was read from files.")
+        self._restores = series.counters(
+            "kv_restores", "Reads of KV from files: restored, or failed.", "outcome"
+        )
+        self._seconds = series.histogram(
+            "kv_restore_seconds", "Time of the slowest rank to read KV from files."
+        )
+
+    def saved(self, tokens: int) -> None:
+        """Count tokens that an instance has written."""
+        self._saved.inc(tokens)
+
+    def restored(self, tokens: int | None, seconds: float) -> None:
+        """Count a read; without tokens it has failed."""
+        self._restores(outcome="failed" if tokens is None else "restored").inc()
+        if tokens is not None:
+            self._tokens.inc(tokens)
+            self._seconds.observe(seconds)
+
+
 class ElasticMetrics:
     """Counters of group changes on an elastic gang: growing, shrinking, merging, preemption."""
 
@@ -259,6 +284,7 @@ class Metrics:
         self._series = Series(model, prefix)
         self._steps = StepMetrics(self._series)
         self._transfers = TransferMetrics(self._series)
+        self._files = FileMetrics(self._series)
         self._elastic = ElasticMetrics(self._series)
         self._counters()
         self._histograms()
@@ -446,6 +472,14 @@ class Metrics:
     def kv_received(self, received: Sequence[RankKvReceived]) -> None:
         """Observe a prompt's KV transfer."""
         self._transfers.received(received)
+
+    def kv_saved(self, tokens: int) -> None:
+        """Count KV that was written to files."""
+        self._files.saved(tokens)
+
+    def kv_restored(self, tokens: int | None, seconds: float) -> None:
+        """Count KV that was read from files."""
+        self._files.restored(tokens, seconds)
 
     def _reason(self, reason: FinishReason) -> str:
         return "abort" if self._prefix == "vllm" and reason == "cancelled" else reason

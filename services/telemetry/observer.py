@@ -77,6 +77,12 @@ class RequestObserver(Protocol):
     def kv_received(self, received: Sequence[RankKvReceived]) -> None:
         """Observe that every decoding rank has received a prompt's KV."""
 
+    def kv_saved(self, tokens: int) -> None:
+        """Observe that an instance has written KV of so many tokens to files."""
+
+    def kv_restored(self, tokens: int | None, seconds: float) -> None:
+        """Observe that a gang has read KV of so many tokens from files; None: that it could not."""
+
 
 class NullObserver:
     """Observer that does nothing."""
@@ -95,6 +101,8 @@ class NullObserver:
     def step_done(self, figures: StepFigures) -> None: ...
     def elastic(self, event: ElasticEvent) -> None: ...
     def kv_received(self, received: Sequence[RankKvReceived]) -> None: ...
+    def kv_saved(self, tokens: int) -> None: ...
+    def kv_restored(self, tokens: int | None, seconds: float) -> None: ...
 
 
 def guarded(observe: Callable[P, None]) -> Callable[P, None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -383,6 +384,22 @@ def test_shared_slots_survive_the_name_that_they_had_before() -> None:
     assert chunks.slots.used == chunks.slots.tokens(SEQUENCE) == chunks.own.stop
     chunks.evict(SEQUENCE, SHARED)
     assert chunks.slots.used == chunks.own.length
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_kv_from_files_stays_until_it_is_evicted_or_all_is_cancelled(evicted: bool) -> None:
+    chunks = Chunks(1, shares=False, retain=False)
+    restored = 99
+    chunks.kv.adopt(restored, [Span(0, 4), Span(8, 12)])
+    assert chunks.slots.tokens(restored) == 8
+    if evicted:
+        chunks.evict(restored, Span(0, 4))
+        assert chunks.slots.tokens(restored) == 4
+        chunks.evict(restored, Span(8, 12))
+    else:
+        chunks.kv.cancel_all()
+    assert chunks.slots.tokens(restored) == 0
+    chunks.slots.check_integrity()
 
 
 TestLifetimes = Lifetimes.TestCase

@@ -189,3 +189,20 @@ def test_pinned_slots_are_free_when_the_last_pin_is_gone() -> None:
     slots.unpin(pins[1])
     assert slots.used == 0
     slots.check_integrity()
+
+
+def test_spans_are_pinned_together_or_not_at_all() -> None:
+    slots = SlotAllocator(16)
+    slots.allocate(1, [span(0, 8)])
+    assert slots.pin_held(1, [span(0, 4), span(6, 10)]) is None
+    assert slots.pin_held(2, [span(0, 4)]) is None
+    slots.check_integrity()
+    pins = slots.pin_held(1, [span(0, 4), span(6, 8)])
+    assert pins is not None
+    slots.free_sequence(1)
+    assert slots.used == 6
+    slots.check_integrity()
+    for pin in pins:
+        slots.unpin(pin)
+    assert slots.used == 0
+    slots.check_integrity()

@@ -198,6 +198,7 @@ _SLICES = (KvSlice(0, 0, 8), KvSlice(1, 8, 16), KvSlice(0, 16, 17, 1, 5))
 _PLACED = steps.SequencePlacement(
     slices=(KvSlice(0, 0, 8), KvSlice(1, 8, 16)), master=0, answer=(KvSlice(1, 16, 20),)
 )
+_RUN = gang.SavedRun(start=0, hashes=(b"h" * 16,), slices=(KvSlice(0, 0, 8), KvSlice(1, 8, 16)))
 MESSAGES: dict[str, Any] = {
     "attach": gang.Attach(router_id="r", generation=7),
     "describe": gang.RankDescription(
@@ -212,6 +213,14 @@ MESSAGES: dict[str, Any] = {
     "cancel": gang.CancelSequence(sequence_id=7),
     "retain": gang.RetainKv(sequence_id=7, start=0, stop=16),
     "evict": gang.EvictKv(sequence_id=7, start=3, stop=9),
+    "save": gang.SaveKv(sequence_id=7, run=_RUN, tenant=2, owner="alice", permille=500),
+    "restore": gang.RestoreKv(
+        sequence_id=9, parts=(gang.SavedPart(_RUN.name, 0, 16),), slices=_RUN.slices
+    ),
+    "saved": gang.KvSaved(rank=0, runs=(_RUN, _RUN), bytes_per_s=10, written=True),
+    "restored": gang.KvRestored(
+        sequence_id=9, rank=0, tokens=8, seconds=0.1
+    ),
     "sampler": gang.FirstTokenSampler(sequence_id=7, inputs=b"x" * 40),
     "sampling": gang.SamplerInputs(
         sampling=gang.Sampling(logit_bias={5: 1.5}, stop_token_ids=(3, 4), logprobs=2),

@@ -549,6 +549,27 @@ REUSED_KV = (
         test=f"{REUSE}::test_retried_request_computes_all_of_its_prompt",
     ),
     Fault(
+        name="KV that an instance could not read from its files is reused.",
+        file="services/scheduling/core/restores.py",
+        old="restore.good = restore.good and event.tokens == expected",
+        new="restore.good = restore.good and expected >= 0",
+        test=f"{SCHEDULING}/test_restores.py::test_a_request_computes_what_could_not_be_read",
+    ),
+    Fault(
+        name="Where a prompt leaves a saved run, the rest of the run is read as well.",
+        file="services/scheduling/state/saved_runs.py",
+        old="slices += within(self._placed(run), span)",
+        new="slices += self._placed(run)",
+        test=f"{SCHEDULING}/test_restores.py::test_where_a_prompt_leaves_a_run_another_one_goes_on",
+    ),
+    Fault(
+        name="A changed file of KV is read.",
+        file="actors/kv_cache/kv_files.py",
+        old="if blake2b(before, digest_size=DIGEST_BYTES).digest() != digest:",
+        new="if not digest:",
+        test="tests/actors/test_kv_files.py::test_changed_files_are_refused_and_removed",
+    ),
+    Fault(
         name="The rows of a chunk that begins late are those of an earlier one.",
         file="services/scheduling/deciding/step_layout.py",
         old="offset = chunk.start - begin",

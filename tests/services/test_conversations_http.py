@@ -109,3 +109,45 @@ async def test_an_empty_salt_is_refused(server: Served) -> None:
     )
     assert answer.status_code == 400
     assert "cache_salt" in answer.json()["error"]["message"]
+
+
+def metrics_of(text: str, *names: str) -> list[float]:
+    """Return values of series without labels but the model's."""
+    series = [line for line in text.splitlines() if line.startswith("csps:")]
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in series}
+    return [values[f"csps:{name}"] for name in names]
+
+
+async def test_a_conversation_goes_on_from_files_after_a_redeployment(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(3)
+    text: list[int] = random.integers(0, 256, 600).tolist()
+    whole = len(text) // BLOCK_TOKENS * BLOCK_TOKENS
+    after = [*text, *random.integers(0, 256, 70).tolist()]
+
+    # On however busy a machine, files are read faster than these tokens would be computed.
+    server_of = partial(
+        served, tiny_llama, reuse=True, keys=KEYS, kv_files=tmp_path, token_ns=10**8
+    )
+
+    async with server_of() as server:
+        assert cached(await complete(server, text)) == 0
+
+        def saved() -> bool:
+            return metrics_of(server.metrics.render().decode(), "kv_saved_tokens_total") == [whole]
+
+        await eventually(saved)
+    async with server_of() as server:
+        prefix = server.service._scheduler._prefix
+        await eventually(lambda: any(map(len, prefix.saved.values())))
+        other = await complete(server, after, key=KEYS[1])
+        assert cached(other) == 0
+        answer = await complete(server, after)
+        assert answer["choices"] == other["choices"]
+        assert cached(answer) == whole
+        found = metrics_of(server.metrics.render().decode(), "kv_restored_tokens_total")
+        assert found == [whole]
+        again = await complete(server, after)
+        assert answer["choices"] == again["choices"]
+        server.service.check_integrity()

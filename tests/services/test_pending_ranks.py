@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import KvRetained, SlotsFreed
+from csps.protocols.gang.messages import KvRestored, KvRetained, KvSaved, SavedRun, SlotsFreed
 from csps.protocols.rpc.schema import pack
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
 from csps.services.router.live_sequences import PendingRanks
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps
 from csps.services.router.scheduler_driver import AttachedGangs
-from csps.services.scheduling.events.events import AnyEvent, Retained, instance_id
-from csps.services.telemetry.observer import NullObserver
+from csps.services.scheduling.events.events import (
+    AnyEvent,
+    Restored,
+    Retained,
+    Saved,
+    instance_id,
+)
+from csps.services.telemetry.observer import NullObserver, RequestObserver
 
 GANG = 1
 SEQUENCE = 7
@@ -92,7 +100,67 @@ def test_an_instance_answers_each_message_with_the_last_of_its_ranks(
     assert not [event for event in events[count:] if isinstance(event, Retained)], "not expected"
 
 
-def notifications(gang: GangClient, events: list[AnyEvent]) -> RankNotifications:
+RUNS = tuple(
+    SavedRun(start=64 * n, hashes=(b"%d" % n,), slices=(KvSlice(n % 2, 64 * n, 64 * n + 64),))
+    for n in range(3)
+)
+
+
+class Watch(NullObserver):
+    """Observer of files."""
+
+    def __init__(self) -> None:
+        self.saved, self.restored = list[int](), list[int | None]()
+
+    def kv_saved(self, tokens: int) -> None:
+        self.saved.append(tokens)
+
+    def kv_restored(self, tokens: int | None, seconds: float) -> None:
+        self.restored.append(tokens)
+
+
+def test_an_instance_has_a_run_when_all_its_ranks_have_their_parts() -> None:
+    gang, events, watch = gang_of(2, 2), list[AnyEvent](), Watch()
+    reader = notifications(gang, events, watch)
+
+    def say(rank: int, *runs: SavedRun, written: bool) -> None:
+        saved = KvSaved(rank=rank, runs=runs, bytes_per_s=9, written=written)
+        reader.read(gang, rank, "saved", pack(saved))
+
+    say(0, *RUNS, written=False)
+    say(3, RUNS[0], written=True)
+    assert not events
+    say(1, *RUNS[:2], written=False)
+    first = instance_id(GANG, 0)
+    assert events == [Saved(instance=first, runs=RUNS[:2], bytes_per_s=9)]
+    say(1, RUNS[2], written=True)
+    assert events[1:] == [Saved(instance=first, runs=RUNS[2:], bytes_per_s=9)]
+    assert watch.saved == [64], "what was listed was not written"
+
+
+@pytest.mark.parametrize("failed", [None, 0, 1])
+def test_an_instance_has_read_what_all_its_ranks_have(failed: int | None) -> None:
+    gang, events, watch = gang_of(2, 2), list[AnyEvent](), Watch()
+    reader = notifications(gang, events, watch)
+    for expected in (False, True):
+        if expected:
+            reader.expect_restored(GANG, gang, SEQUENCE)
+        for rank in range(4):
+            tokens = -1 if rank == failed else 32
+            restored = KvRestored(sequence_id=SEQUENCE, rank=rank, tokens=tokens, seconds=0.1)
+            reader.read(gang, rank, "restored", pack(restored))
+        assert bool(events) == expected
+    read = [32 if failed is None else -1, 32]
+    assert events == [
+        Restored(sequence_id=SEQUENCE, instance=instance_id(GANG, index), tokens=tokens)
+        for index, tokens in enumerate(read)
+    ]
+    assert watch.restored == [64 if failed is None else None]
+
+
+def notifications(
+    gang: GangClient, events: list[AnyEvent], observer: RequestObserver | None = None
+) -> RankNotifications:
     gangs = AttachedGangs()
     assert gangs.add(gang) == GANG
     requests = LiveRequests(NullObserver(), events.append, KeyLimiter())
@@ -102,6 +170,7 @@ def notifications(gang: GangClient, events: list[AnyEvent]) -> RankNotifications
         requests,
         no_steps,
         events.append,
+        observer or NullObserver(),
         on_received=lambda _: None,
         on_link_broken=lambda _gang, _message: None,
         on_bug=fail,

@@ -63,6 +63,15 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             {"decode": {"prefill_tokens_max": 9}, "kv_reuse": {"enabled": False}},
             "decode.prefill_tokens_max: kv_reuse.enabled is false, so no prefix is cached",
         ),
+        (
+            {"kv_reuse": {"enabled": False, "files": {"path": "kv"}}},
+            "kv_reuse: files: enabled is false, so there is no KV to save",
+        ),
+        (
+            {**ELASTIC, "kv_reuse": {"files": {"path": "kv"}}},
+            "kv_reuse.files: only the KV of prefill gangs survives in files",
+        ),
+        ({"kv_reuse": {"files": {"mib": 5}}}, "kv_reuse.files.path: "),
         ({"topology": {"link_ratio": 0.5}}, "topology.link_ratio: must be greater than or"),
         ({"topology": {"link_ratio": float("inf")}}, "topology.link_ratio: must be a fini"),
         ({"scheduling": {"polcy": "csps"}}, "has no option 'polcy'; did you mean 'policy'?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from csps.services.scheduling.core.requests import Requests
+from csps.services.scheduling.core.restores import Restores
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.core.steps import Steps
 from csps.services.scheduling.state.gangs import Gangs
@@ -10,11 +11,17 @@ from csps.services.scheduling.state.prefix_cache import PrefixCache
 
 
 def check_invariants(
-    gangs: Gangs, requests: Requests, sequences: Sequences, steps: Steps, prefix: PrefixCache
+    gangs: Gangs,
+    requests: Requests,
+    sequences: Sequences,
+    steps: Steps,
+    prefix: PrefixCache,
+    restores: Restores,
 ) -> None:
     """Assert that no slot, step, sequence, request or segment was lost."""
     _check_slots(gangs, sequences, steps, prefix)
-    _check_prefix(gangs, sequences, steps, prefix)
+    _check_prefix(gangs, sequences, steps, prefix, restores)
+    restores.check()
     for request in requests.live.values():
         if request.waiting and not request.attempts:
             prefix.check_known(request)
@@ -35,7 +42,13 @@ def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: Prefi
         assert 0 <= instance.used <= instance.capacity, f"instance {instance.id} is over capacity"
 
 
-def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixCache) -> None:
+def _check_prefix(
+    gangs: Gangs,
+    sequences: Sequences,
+    steps: Steps,
+    prefix: PrefixCache,
+    restores: Restores,
+) -> None:
     """Assert that references belong to sequences that read them, or may."""
     computed = (sequence for step in steps.by_id.values() for sequence in step.sequences)
     known = dict.fromkeys((*sequences.by_id.values(), *computed))
@@ -59,7 +72,7 @@ def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: Pref
         for ref in (sequence.prefill_ref, sequence.decode_ref)
         if ref is not None
     ]
-    prefix.check(refs, gangs.instances.values())
+    prefix.check([*refs, *restores.refs], gangs.instances.values())
 
 
 def _check_steps(gangs: Gangs, steps: Steps) -> None:

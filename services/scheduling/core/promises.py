@@ -112,12 +112,16 @@ class Promises:
         """Return the predicted time of the prompt on a gang, and on one instance of it; zeros if
         its latency is unknown."""
         cached = self._cached(request, gang.id)
-        past = cached.tokens if cached else 0
+        return self.prompt_ns(request.prompt_tokens, cached.tokens if cached else 0, gang)
+
+    def prompt_ns(self, tokens: int, past: int, gang: Gang) -> tuple[int, int]:
+        """Return the predicted time of a prompt behind its first `past` tokens on the best group of
+        a gang, and on one instance of it; zeros if its latency is unknown."""
         size, by_size = 1, []
         while size <= len(gang.instances):
             with suppress(ConfigError):  # groups of this size were not measured
                 latency = self._costs.exact(size, gang.tp)
-                by_size.append(latency.predict_ns(request.prompt_tokens - past, past))
+                by_size.append(latency.predict_ns(tokens - past, past))
             size *= 2
         return (min(by_size), by_size[0]) if by_size else (0, 0)
 

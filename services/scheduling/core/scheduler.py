@@ -30,6 +30,7 @@ from csps.services.scheduling.core.invariants import check_invariants
 from csps.services.scheduling.core.launcher import Launcher
 from csps.services.scheduling.core.promises import LEAST_SLACK, Ordering, Promises
 from csps.services.scheduling.core.requests import Requests
+from csps.services.scheduling.core.restores import Restores
 from csps.services.scheduling.core.sequences import Sequences
 from csps.services.scheduling.core.steps import Steps, UnsentSteps
 from csps.services.scheduling.deciding.decisions import CapacityCheck, Policy, SchedulerView
@@ -118,6 +119,7 @@ class Scheduler:
         reuse = reuse or ReuseSettings()
         self._prefix = prefix = PrefixCache(this_round, gangs, reuse)
         self._sequences = sequences = Sequences(this_round, timers, gangs, prefix)
+        promises = Promises(this_round, gangs, costs, limits, prefix.longest, ordering)
         self._requests = requests = Requests(
             this_round=this_round,
             timers=timers,
@@ -126,8 +128,9 @@ class Scheduler:
             policy=policy,
             limits=limits,
             reuses=reuse.enabled,
-            promises=Promises(this_round, gangs, costs, limits, prefix.longest, ordering),
+            promises=promises,
         )
+        self._restores = restores = Restores(this_round, timers, gangs, requests, promises, prefix)
         retries = Retries(this_round, requests, sequences, limits, deadlines)
         self._launcher = Launcher(
             this_round=this_round,
@@ -158,10 +161,13 @@ class Scheduler:
             steps=steps,
             retries=retries,
             prefix=prefix,
+            restores=restores,
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
             **request_events.handlers,
             **gang_events.handlers,
+            ev.Saved: restores.saved,
+            ev.Restored: restores.restored,
             ev.CostTableUpdated: self._cost_table_updated,
             ev.Wake: self._wake,
             ev.Drain: self._drain,
@@ -228,6 +234,11 @@ class Scheduler:
         return self._policy.whole_prompts
 
     @property
+    def restores_kv(self) -> bool:
+        """True if the KV of prompts survives its gang in files."""
+        return bool(self._prefix.settings.files_bytes)
+
+    @property
     def ready(self) -> bool:
         """True if there are gangs to serve with. Requests are admitted without them, too."""
         return bool(self._gangs.pairs)
@@ -268,7 +279,14 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that no slot, step, sequence or request was lost."""
-        check_invariants(self._gangs, self._requests, self._sequences, self._steps, self._prefix)
+        check_invariants(
+            self._gangs,
+            self._requests,
+            self._sequences,
+            self._steps,
+            self._prefix,
+            self._restores,
+        )
 
     # --- rounds ---
 
@@ -303,6 +321,7 @@ class Scheduler:
         undecided = waiting or self._policy.regroups
         if not (self._round.stale and self._gangs.pairs and undecided):
             return
+        self._restores.begin()
         held = self._requests.queue.held
         self._launcher.apply(self._policy.decide(self._view()))
         self._round.stale = False
@@ -315,7 +334,7 @@ class Scheduler:
             now_ns=self._round.now_ns,
             cost=self._costs,
             pairs=self._gangs.pairs,
-            queues=requests.queue.startable,
+            queues=self._restores.startable(requests.queue.startable),
             planned=self._unsent.sequences,
             blocked=requests.blocked,
             blocked_ns=requests.blocked_ns,
@@ -453,8 +472,10 @@ class GangEvents:
         steps: Steps,
         retries: Retries,
         prefix: PrefixCache,
+        restores: Restores,
     ) -> None:
         self._gangs, self._requests, self._prefix = gangs, requests, prefix
+        self._restores = restores
         self._sequences, self._steps, self._retries = sequences, steps, retries
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             ev.GangUp: self._gang_up,
@@ -478,6 +499,7 @@ class GangEvents:
         self._gangs.down(gang)
         self._steps.drop(gang)
         self._prefix.drop(gang)
+        self._restores.drop(gang)
         self._retries.gang_lost(gang, event.reason)
 
     def _link_up(self, event: ev.LinkUp) -> None:

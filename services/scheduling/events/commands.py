@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import msgspec
 
-from csps.protocols.gang.messages import EvictKv, JoinBatch, ReserveKv, RetainKv
+from csps.protocols.gang.messages import (
+    EvictKv,
+    JoinBatch,
+    ReserveKv,
+    RestoreKv,
+    RetainKv,
+    SaveKv,
+)
 from csps.protocols.gang.step_messages import MoveSequence, PrefillStep
 from csps.services.scheduling.events.events import (
     GangId,
@@ -74,6 +81,17 @@ class ToGang(Command, frozen=True, tag="to_gang"):
     message: JoinBatch | RetainKv | EvictKv | MoveSequence
 
 
+class ToFiles(Command, frozen=True, tag="to_files"):
+    """Have a gang write retained KV to files, or read it back.
+
+    SaveKv     answered by `events.Saved`, or not at all
+    RestoreKv  all instances of the gang answer with `events.Restored`
+    """
+
+    gang: GangId
+    message: SaveKv | RestoreKv
+
+
 class Cancel(Command, frozen=True, tag="cancel"):
     """Stop all work for a sequence on these gangs and free its slots."""
 
@@ -111,4 +129,6 @@ class ResetGang(Command, frozen=True, tag="reset_gang"):
     reason: str
 
 
-AnyCommand = Reserve | RunStep | SetGroup | ToGang | Cancel | Restart | Refuse | Fail | ResetGang
+AnyCommand = (
+    Reserve | RunStep | SetGroup | ToGang | ToFiles | Cancel | Restart | Refuse | Fail | ResetGang
+)

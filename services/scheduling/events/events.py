@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
+from csps.protocols.gang.messages import SavedRun
+
 RequestId = int
 """Client's request, in order of admission; known to the router and the scheduler only."""
 SequenceId = int
@@ -159,6 +161,24 @@ class Retained(Event, frozen=True, tag="retained"):
     tokens: int
 
 
+class Saved(Event, frozen=True, tag="saved"):
+    """An instance has its part of these runs, which name instances by index, in files."""
+
+    instance: InstanceId
+    runs: tuple[SavedRun, ...]
+    bytes_per_s: int
+    """Speed at which one of its ranks reads files."""
+
+
+class Restored(Event, frozen=True, tag="restored"):
+    """An instance has done what `RestoreKv` said."""
+
+    sequence_id: SequenceId
+    instance: InstanceId
+    tokens: int
+    """Tokens that it has read; -1 if it could not read all that it was to."""
+
+
 class Finished(Event, frozen=True, tag="finished"):
     """A sequence has sampled its last token."""
 
@@ -292,6 +312,8 @@ AnyEvent = (
     | Moved
     | Freed
     | Retained
+    | Saved
+    | Restored
     | Finished
     | Failed
     | Progress

@@ -82,8 +82,13 @@ class ReuseSettings:
     max_share: float = 0.5
     """Share of an instance's slots for retained KV that nobody reads."""
     block_tokens: int = BLOCK_TOKENS
+    files_bytes: int = 0
+    """Limit of the files in which the KV of prompts survives its gang, on each machine; 0: it does
+    not."""
 
     def __post_init__(self) -> None:
+        if self.files_bytes < 0:
+            raise ConfigError(f"files_bytes must not be negative, not {self.files_bytes}")
         if not 0 <= self.max_share <= 1:
             raise ConfigError(f"max_share must be between 0 and 1, not {self.max_share}")
         if self.block_tokens < 1:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from csps.protocols.core.placement import KvSlice, Span, tokens_on, within
-from csps.protocols.gang.messages import EvictKv, RetainKv
-from csps.services.scheduling.events.commands import ToGang
+from csps.protocols.gang.messages import EvictKv, RestoreKv, RetainKv, SaveKv
+from csps.services.scheduling.events.commands import ToFiles, ToGang
 from csps.services.scheduling.events.events import (
     GangId,
     InstanceId,
@@ -15,11 +15,13 @@ from csps.services.scheduling.events.events import (
     SequenceId,
     TenantId,
     gang_of,
+    index_of,
 )
 from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.state.gangs import Gangs
 from csps.services.scheduling.state.ledger import Ledger
 from csps.services.scheduling.state.prefix_tree import Hashes, PrefixTree, Segment
+from csps.services.scheduling.state.saved_runs import Restorable, SavedRuns
 from csps.services.scheduling.state.state import Cached, Gang, Instance, PrefixRef, Request, Round
 
 
@@ -44,19 +46,30 @@ class PrefixCache:
         """Answers that each instance still owes about a sequence."""
         self._permilles: dict[TenantId, int] = {}
         """Shares of the tenants that have one."""
+        self.saved: dict[GangId, SavedRuns] = {}
+        """What gangs have in files, by gang that may have some."""
+        self._restoring: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
+        """Slots that files are read into, by the sequence that has them."""
 
     def add(self, gang: Gang) -> None:
         """Add a gang that has come up."""
         self.ledger.add(gang)
         self.trees[gang.id] = PrefixTree(self.settings.block_tokens)
         self._slots.update((instance.id, 0) for instance in gang.instances)
+        if self.settings.files_bytes and gang.may_prefill and not gang.may_decode:
+            block_bytes = self.settings.block_tokens * max(1, gang.kv_bytes_per_token)
+            # Ranks on machines of their own have as many files each.
+            most = len(gang.instances) * self.settings.files_bytes // block_bytes
+            self.saved[gang.id] = SavedRuns(gang.id, self.settings.block_tokens, most)
 
     def drop(self, gang: Gang) -> None:
         """Drop a gang with all that it retained."""
         self.ledger.drop(gang)
         del self.trees[gang.id]
+        self.saved.pop(gang.id, None)
         for instance in gang.instances:
             del self._slots[instance.id]
+        self._restoring = {of: slots for of, slots in self._restoring.items() if of[0] != gang.id}
         self._pending_acks = {
             of: acks for of, acks in self._pending_acks.items() if of[0] != gang.id
         }
@@ -127,6 +140,7 @@ class PrefixCache:
         self._take(source, tokens_on(slices))
         stop = max(kv_slice.stop for kv_slice in slices)
         retained = self._insert(gang, source, request, hashes, slices)
+        self._save(gang, source, request, hashes, retained, slices)
         left = self._take_over(gang, source, reused) if retained else []
         # The ranks have retained all that the sequence has computed and reused.
         start = 0 if reused is not None else min(kv_slice.start for kv_slice in slices)
@@ -219,8 +233,7 @@ class PrefixCache:
         self._slots[instance] -= before - self.ledger.slots_of(source).get(instance, 0)
         gang = self._gangs.by_id[of[0]]
         if not any(acks.values()):
-            del self._pending_acks[of]
-            gang.owing.pop(source, None)
+            self._owes_nothing(gang, source)
         self._count(gang)
         self._round.stale = True
 
@@ -230,6 +243,87 @@ class PrefixCache:
         acks = self._pending_acks.get((gang.id, source), {})
         return [instance for instance, count in acks.items() if count]
 
+    # --- files ---
+
+    def _save(
+        self,
+        gang: Gang,
+        source: SequenceId,
+        request: Request,
+        hashes: Hashes,
+        retained: range,
+        slices: tuple[KvSlice, ...],
+    ) -> None:
+        """Have what a sequence retains written to files, as far as it is in none."""
+        if (saved := self.saved.get(gang.id)) is None or not retained:
+            return
+        for run in saved.new_runs(hashes, retained.start, retained.stop, slices):
+            message = SaveKv(
+                sequence_id=source, run=run, tenant=request.tenant, permille=request.kv_permille
+            )
+            self._round.emit(ToFiles(gang=gang.id, message=message))
+
+    def restorable(self, request: Request, gang: Gang) -> Restorable | None:
+        """Return what files have of a waiting request's prompt behind what its gang has cached;
+        None if nothing."""
+        saved = self.saved.get(gang.id)
+        if not saved:
+            return None
+        hashes = request.hashes[: (request.prompt_tokens - 1) // self.settings.block_tokens]
+        _, cached = self.trees[gang.id].match(hashes)
+        return saved.behind(hashes, cached)
+
+    def may_cache(self, gang: Gang, slices: tuple[KvSlice, ...]) -> bool:
+        """Return whether the share for retained KV has room for so much on each instance."""
+        return all(
+            tokens <= int(self._most * self._gangs.instances[instance].capacity)
+            for instance, tokens in tokens_on(slices).items()
+        )
+
+    def restore(self, gang: Gang, source: SequenceId, found: Restorable) -> None:
+        """Have files read into slots, which are empty, under the name of a new sequence."""
+        slots = tokens_on(found.slices)
+        self._take(source, dict(slots))
+        self._restoring[gang.id, source] = slots
+        placed = tuple(
+            KvSlice.of(index_of(kv_slice.instance), kv_slice.span) for kv_slice in found.slices
+        )
+        message = RestoreKv(sequence_id=source, parts=found.parts, slices=placed)
+        self._round.emit(ToFiles(gang=gang.id, message=message))
+        self._owe(gang, source)
+        self._count(gang)
+
+    def answered(self, gang: Gang, source: SequenceId, instance: InstanceId) -> bool:
+        """Note an instance's answer about files that are read; return whether it was the last."""
+        acks = self._pending_acks[gang.id, source]
+        acks[instance] -= 1
+        if any(acks.values()):
+            return False
+        self._owes_nothing(gang, source)
+        return True
+
+    def restored(
+        self, gang: Gang, source: SequenceId, request: Request, found: Restorable, *, good: bool
+    ) -> None:
+        """Retain what was read from files, or free its slots.
+
+        Args:
+            request: whose prompt begins with it.
+            good: all instances have read their parts.
+        """
+        del self._restoring[gang.id, source]
+        retained = range(0)
+        if good:
+            hashes = request.hashes[: found.stop // self.settings.block_tokens]
+            retained = self._insert(gang, source, request, hashes, found.slices)
+        for rest in (
+            range(found.start, retained.start) if retained else range(found.start, found.stop),
+            range(retained.stop, found.stop) if retained else range(0),
+        ):
+            if rest:
+                self._command(EvictKv, gang, source, rest)
+        self._update(gang)
+
     # --- eviction ---
 
     def make_room(self, needed: Mapping[InstanceId, int]) -> bool:
@@ -238,8 +332,10 @@ class PrefixCache:
         for instance, count in needed.items():
             found = self._gangs.instances[instance]
             if count > found.empty_slots:
-                leaving = self._slots[instance] - self.trees[found.gang.id].cached_tokens.get(
-                    instance, 0
+                leaving = (
+                    self._slots[instance]
+                    - self.trees[found.gang.id].cached_tokens.get(instance, 0)
+                    - self._being_read(instance)
                 )
                 missing.setdefault(found.gang.id, {})[instance] = (
                     count - found.empty_slots - leaving
@@ -283,12 +379,20 @@ class PrefixCache:
         start, stop = positions.start, positions.stop
         message = kind(sequence_id=source, start=start, stop=stop)
         self._round.emit(ToGang(gang=gang.id, message=message))
+        self._owe(gang, source)
+
+    def _owe(self, gang: Gang, source: SequenceId) -> None:
+        """Note that all instances of a gang owe an answer."""
         acks = self._pending_acks.setdefault(
             (gang.id, source), {instance.id: 0 for instance in gang.instances}
         )
         for instance in acks:
             acks[instance] += 1
         gang.owing.setdefault(source, self._round.now_ns)
+
+    def _owes_nothing(self, gang: Gang, source: SequenceId) -> None:
+        del self._pending_acks[gang.id, source]
+        gang.owing.pop(source, None)
 
     def _update(self, gang: Gang) -> None:
         self._evict_excess(gang)
@@ -298,7 +402,13 @@ class PrefixCache:
     def _count(self, gang: Gang) -> None:
         used = self.trees[gang.id].referenced_tokens
         for instance in gang.instances:
-            instance.reclaimable = self._slots[instance.id] - used.get(instance.id, 0)
+            instance.reclaimable = (
+                self._slots[instance.id] - used.get(instance.id, 0) - self._being_read(instance.id)
+            )
+
+    def _being_read(self, instance: InstanceId) -> int:
+        """Return the slots of an instance that files are read into."""
+        return sum(slots.get(instance, 0) for slots in self._restoring.values())
 
     def check_known(self, request: Request) -> None:
         """Assert that a request's remembered prefixes are right, or known to be out of date."""
@@ -337,6 +447,7 @@ class PrefixCache:
         for gang in self._gangs.by_id.values():
             for instance in gang.instances:
                 used = self.trees[gang.id].referenced_tokens.get(instance.id, 0)
+                used += self._being_read(instance.id)
                 assert instance.reclaimable == self._slots[instance.id] - used >= 0, (
                     f"reclaimable slots of {instance.id}"
                 )

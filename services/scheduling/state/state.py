@@ -25,6 +25,7 @@ from csps.services.scheduling.events.commands import (
     ResetGang,
     RunStep,
     SetGroup,
+    ToFiles,
     ToGang,
 )
 from csps.services.scheduling.events.events import (
@@ -219,6 +220,8 @@ class Request(Live, kw_only=True, eq=False):
     """Hashes of the client's prompt, block by block; empty: neither retain nor reuse its KV."""
     cached_by_gang: dict[GangId, tuple[int, Cached | None]] = msgspec.field(default_factory=dict)
     """Prefixes that gangs had at a version of their trees (`prefix_cache.py`)."""
+    restored: bool = False
+    """True if files were read for it, or are not worth it: once is enough."""
     bypassed_rounds: int = 0
     """Rounds in which younger requests started first."""
     generated_tokens: int = 0
@@ -480,7 +483,12 @@ def _without(command: AnyCommand, gang: GangId) -> AnyCommand | None:
         case Cancel(gangs=gangs) if gang in gangs:
             others = tuple(other for other in gangs if other != gang)
             return Cancel(sequence_id=command.sequence_id, gangs=others) if others else None
-        case ResetGang(gang=addressed) | SetGroup(gang=addressed) | ToGang(gang=addressed):
+        case (
+            ResetGang(gang=addressed)
+            | SetGroup(gang=addressed)
+            | ToFiles(gang=addressed)
+            | ToGang(gang=addressed)
+        ):
             return None if addressed == gang else command
         case RunStep(step=step) if gang_of(step.group[0]) == gang:
             return None

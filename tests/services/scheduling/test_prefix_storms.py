@@ -8,11 +8,12 @@ from collections import Counter, deque
 
 import pytest
 from arbitrary_layout_policy import AnyLayout, lay
-from random_executor import RandomCell
+from random_executor import RandomCell, gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.protocols.core.placement import KvSlice, own
-from csps.protocols.gang.messages import EvictKv, RetainKv
+from csps.protocols.gang.messages import EvictKv, RestoreKv, RetainKv, SavedRun, SaveKv
+from csps.services.scheduling.core import restores
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -20,6 +21,7 @@ from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import InstanceId, gang_of, instance_id
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state import saved_runs
 
 BLOCK = 32
 
@@ -277,6 +279,134 @@ class RetainingCell(RandomCell):
                 assert count <= instance.kv_slots, f"{count} of {instance.kv_slots} slots"
 
 
+class FilingCell(RetainingCell):
+    """A pair of gangs whose prefill ranks have files, which survive them: some are written late or
+    never, and some cannot be read."""
+
+    PROMPTS = (90, 300, 400, 640, 640, 640)
+
+    def __init__(self, scheduler: Scheduler, seed: int, *, faults: float) -> None:
+        super().__init__(scheduler, seed, faults=faults, elastic=False)
+        self._carry_out[cmd.ToFiles] = self._to_files  # type: ignore[index]
+        self._files: dict[tuple[int, SavedRun], tuple[bytes, ...]] = {}
+        """Whole texts up to the ends of runs, by the number of instances of their gang."""
+        self._read: dict[int, tuple[bytes, ...]] = {}
+        """Texts that were read, by the sequence that has them."""
+        self._reading: dict[Place, list[ev.Restored]] = {}
+        """Answers that gangs still owe."""
+        self._answered: dict[Place, list[ev.Restored]] = {}
+        self._unread: set[int] = set()
+        """Sequences with slots in which is nothing, or not everything."""
+        self.restored = self.failed = 0
+
+    def _said(self, sequence: int) -> tuple[bytes, ...]:
+        return self._read[sequence] if sequence in self._read else super()._said(sequence)
+
+    def _bring_up(self) -> None:
+        if any(gang.may_prefill for gang in self.gangs.values()):
+            super()._bring_up()
+            return
+        self._gang_number += 1
+        slots = [
+            self.random.choice((800, 1200, 4000)) for _ in range(self.random.choice((1, 2, 2)))
+        ]
+        up = gang_up(self._gang_number, slots, prefill=True, kv_bytes_per_token=self.KV_BYTES)
+        self.gangs[up.gang] = up
+        runs = tuple(run for parts, run in self._files if parts == len(slots))
+        self._pending += [
+            up,
+            *(
+                ev.Saved(instance=instance_id(up.gang, index), runs=runs, bytes_per_s=10**9)
+                for index in range(len(slots))
+            ),
+        ]
+
+    def _to_files(self, command: cmd.ToFiles) -> None:
+        assert command.gang in self.gangs, "a message to a dead gang"
+        if isinstance(command.message, SaveKv):
+            self._save(command.gang, command.message)
+        else:
+            self._restore(command.gang, command.message)
+
+    def _placed(self, gang: int, slices: tuple[KvSlice, ...]) -> dict[int, InstanceId]:
+        return {p: instance_id(gang, part.instance) for part in slices for p in part.span.positions}
+
+    def _save(self, gang: int, message: SaveKv) -> None:
+        place, run = (gang, message.sequence_id), message.run
+        left = self._left(place)
+        for position, instance in self._placed(gang, run.slices).items():
+            assert left[position] == instance, "written, but not there"
+        text = self._said(message.sequence_id)[: run.stop // BLOCK]
+        assert run.hashes == text[run.start // BLOCK :], "other text"
+        if self.random.random() < 0.8:
+            size = len(self.gangs[gang].instances)
+            self._files[size, run] = text
+            self._pending += [
+                ev.Saved(instance=instance_id(gang, index), runs=(run,), bytes_per_s=10**9)
+                for index in range(size)
+            ]
+
+    def _restore(self, gang: int, message: RestoreKv) -> None:
+        size, place = len(self.gangs[gang].instances), (gang, message.sequence_id)
+        runs = {
+            run.name: (run, text) for (parts, run), text in self._files.items() if parts == size
+        }
+        wanted, there = self._placed(gang, message.slices), dict[int, InstanceId]()
+        text: tuple[bytes, ...] = ()
+        for part in message.parts:
+            run, before = runs[part.name]
+            here = self._placed(gang, run.slices)
+            there |= {p: here[p] for p in range(part.start, part.stop)}
+            assert before[: len(text)] == text, "other text"
+            text = before[: part.stop // BLOCK]
+        assert wanted == there, "not what these files have"
+        assert sorted(wanted) == list(range(min(wanted), max(wanted) + 1)), "a gap"
+        assert sum(part.tokens for part in message.slices) == len(wanted), "twice"
+        self._read[message.sequence_id] = text
+        self.stored[place] = wanted
+        self.retain.add(place)
+        self._unread.add(message.sequence_id)
+        tokens = Counter(wanted.values())
+        fails = self.random.randrange(size) if self.random.random() < 0.3 else None
+        self._reading[place] = [
+            ev.Restored(
+                sequence_id=message.sequence_id,
+                instance=instance_id(gang, index),
+                tokens=-1 if index == fails else tokens[instance_id(gang, index)],
+            )
+            for index in range(size)
+        ]
+        self.failed += fails is not None
+        self.restored += fails is None
+
+    def _check_reused(self, number: int, slices: tuple[KvSlice, ...], cached: int) -> None:
+        super()._check_reused(number, slices, cached)
+        sources = {kv_slice.source for kv_slice in slices}
+        assert not sources & self._unread, "reused, but not read yet, or not all of it"
+
+    def _progress_only(self) -> None:
+        if self._reading and self.random.random() < 0.4:
+            place = self.random.choice(list(self._reading))
+            answers = self._reading[place]
+            self._pending.append(answers.pop(self.random.randrange(len(answers))))
+            self._answered.setdefault(place, []).append(self._pending[-1])
+            if not answers:
+                del self._reading[place]
+                if all(answer.tokens >= 0 for answer in self._answered.pop(place)):
+                    self._unread.discard(place[1])
+        else:
+            super()._progress_only()
+
+    def _gang_dies(self, gang: int | None = None) -> None:
+        super()._gang_dies(gang)
+        for place in [place for place in self._reading if place[0] not in self.gangs]:
+            del self._reading[place]
+
+    @property
+    def over(self) -> bool:
+        return super().over and not self._reading
+
+
 CELLS = [
     ("any_layout", "pair"),
     ("any_layout", "elastic"),
@@ -335,6 +465,51 @@ def test_tenants_keep_to_their_share_of_cached_kv(cells: int) -> None:
     """`check_invariants` compares what each keeps with its share, after every round."""
     seeds = range(cells * len(CELLS), (cells + 1) * len(CELLS))
     assert any(reused for _, reused, _, _ in (storm(seed, tenants=3) for seed in seeds))
+
+
+def file_storm(seed: int) -> FilingCell:
+    """Play one cell whose gangs have files."""
+    name = [name for name, gangs in CELLS if gangs == "pair"][seed % 6]
+    options = OPTIONS.get(name, {})
+    policy = AnyLayout(seed, block=BLOCK) if name == "any_layout" else make_policy(name, options)
+    scheduler = Scheduler(
+        policy,  # type: ignore[arg-type]
+        Costs(CostTable(latencies=Unmeasured())),
+        limits=QueueLimits(max_waiting=8, max_waiting_tokens=30_000),
+        reuse=ReuseSettings(
+            enabled=True, max_share=(0.5, 1.0)[seed // 6 % 2], block_tokens=BLOCK, files_bytes=10**8
+        ),
+    )
+    cell = FilingCell(scheduler, seed, faults=(0.05, 0.1, 0.2)[seed // 6 % 3])
+    cell.play(requests=40, turns=160)
+    assert scheduler.counts == (0, 0, 0.0, 0.0)
+    return cell
+
+
+def file_storms(seeds: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Play cells; return how many restores were good, and how many failed."""
+    monkeypatch.setattr(restores, "OVERHEAD_NS", 0)
+    restored = failed = 0
+    for seed in seeds:
+        monkeypatch.setattr(saved_runs, "RUN_BLOCKS", 1 + seed % 5)
+        cell = file_storm(seed)
+        restored, failed = restored + cell.restored, failed + cell.failed
+    return restored, failed
+
+
+@pytest.mark.parametrize("cells", range(2))
+def test_what_is_read_from_files_is_what_was_written(
+    cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(file_storms(range(cells * 18, cells * 18 + 18), monkeypatch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(10))
+def test_what_is_read_from_files_is_what_was_written_in_a_thousand_storms(
+    hundred: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(file_storms(range(hundred * 100, hundred * 100 + 100), monkeypatch))
 
 
 @pytest.mark.slow

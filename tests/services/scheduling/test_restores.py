@@ -1,0 +1,353 @@
+"""KV that files have of a prompt: what is written, when it is read, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from scheduler_harness import MS, SECOND, SchedulerHarness, Sent, messages, only, sent
+
+from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
+from csps.protocols.core.placement import KvSlice, tokens_on
+from csps.protocols.gang.messages import EvictKv, RestoreKv, SavedRun, SaveKv
+from csps.services.scheduling.core.decision_log import (
+    DecisionLogHeader,
+    LogWriter,
+    command_bytes,
+    replay,
+)
+from csps.services.scheduling.core.restores import OVERHEAD_NS
+from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.events import commands as cmd
+from csps.services.scheduling.events import events as ev
+from csps.services.scheduling.events.events import gang_of, instance_id
+from csps.services.scheduling.events.limits import ReuseSettings
+from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state import saved_runs
+
+BLOCK = 32
+TOKEN_BYTES = 1_000
+FAST = 1_000_000_000
+REUSE = ReuseSettings(enabled=True, max_share=1.0, block_tokens=BLOCK, files_bytes=1 << 30)
+OPTIONS = {"sp": 2, "spread_tokens": 200}
+
+
+def hashes(blocks: int) -> tuple[bytes, ...]:
+    """Return the hashes of the same text in each test."""
+    return tuple(b"%d" % block for block in range(blocks))
+
+
+class Filing(SchedulerHarness):
+    """A prefill gang of two instances whose files survive it, and a decode gang."""
+
+    def __init__(self, reuse: ReuseSettings = REUSE) -> None:
+        super().__init__(make_policy("fixed_sp", OPTIONS), reuse=reuse)
+        self._gang = 0
+        self.decode_gang = 1000
+        self.turn(self.decode(self.decode_gang))
+        self.bring_up()
+
+    def bring_up(self, *runs: SavedRun, speed: int = FAST) -> list[cmd.AnyCommand]:
+        """Bring a prefill gang up that has files of these runs; return what starts before it has
+        reported them."""
+        self._gang += 1
+        up = self.prefill(self._gang, kv_bytes_per_token=TOKEN_BYTES)
+        commands = self.turn(up, ev.LinkUp(prefill=self._gang, decode=self.decode_gang))
+        self.report(*runs, speed=speed)
+        return commands
+
+    def report(self, *runs: SavedRun, speed: int = FAST) -> list[cmd.AnyCommand]:
+        """Report runs as all instances do."""
+        return self.turn(
+            *(ev.Saved(instance=one, runs=runs, bytes_per_s=speed) for one in self.instances)
+        )
+
+    @property
+    def instances(self) -> list[int]:
+        return [instance_id(self._gang, index) for index in range(2)]
+
+    def die(self) -> None:
+        self.turn(ev.GangDown(gang=self._gang, reason="killed"))
+
+    def ask(self, blocks: int, prompt: int) -> list[cmd.AnyCommand]:
+        """Submit a request whose text begins with so many known blocks."""
+        return self.turn(msgspec.structs.replace(self.submit(prompt, 10), hashes=hashes(blocks)))
+
+    def end(self, plan: Sent) -> list[cmd.AnyCommand]:
+        """Compute a request and decode it to its end; return what the end of its step leads to."""
+        done = self.turn(*plan.joined())
+        self.turn(plan.finished())
+        return done
+
+    def settle(self, message: EvictKv) -> None:
+        """Let the prefill gang answer that nothing is left."""
+        for one in self.instances:
+            self.turn(ev.Retained(sequence_id=message.sequence_id, instance=one, tokens=0))
+
+    def saved_by(self, blocks: int, prompt: int) -> list[SavedRun]:
+        """Compute a prompt and return the runs that are written."""
+        commands = self.end(sent(self.ask(blocks, prompt)))
+        return [message.run for message in to_files(commands, SaveKv)]
+
+    def answer(self, message: RestoreKv, *, failed: int | None = None) -> list[cmd.AnyCommand]:
+        """Answer a restore as all instances do, of which one may have failed."""
+        tokens = tokens_on(message.slices)
+        return self.turn(
+            *(
+                ev.Restored(
+                    sequence_id=message.sequence_id,
+                    instance=one,
+                    tokens=-1 if index == failed else tokens.get(index, 0),
+                )
+                for index, one in enumerate(self.instances)
+            )
+        )
+
+
+def to_files(commands: list[cmd.AnyCommand], kind: type[SaveKv] | type[RestoreKv]) -> list:  # type: ignore[type-arg]
+    return [one.message for one in only(commands, cmd.ToFiles) if isinstance(one.message, kind)]
+
+
+def restart(blocks: int = 10, prompt: int = 321, *, speed: int = FAST) -> Filing:
+    """Return a gang that came up after one that has computed a prompt and died."""
+    filing = Filing()
+    runs = filing.saved_by(blocks, prompt)
+    assert sum(len(run.hashes) for run in runs) == blocks
+    filing.die()
+    filing.bring_up(*runs, speed=speed)
+    return filing
+
+
+def test_what_is_retained_is_written_once() -> None:
+    filing = Filing()
+    (run,) = filing.saved_by(10, 330)
+    assert (run.start, run.stop, run.hashes) == (0, 320, hashes(10))
+    assert set(tokens_on(run.slices)) == {0, 1}
+    filing.report(run)
+    (behind,) = filing.saved_by(15, 500)
+    assert (behind.start, behind.hashes) == (320, hashes(15)[10:])
+
+
+def test_long_prompts_are_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_runs, "RUN_BLOCKS", 4)
+    runs = Filing().saved_by(10, 330)
+    assert [(run.start, run.stop) for run in runs] == [(0, 128), (128, 256), (256, 320)]
+
+
+def test_nothing_is_written_unless_files_are_wanted() -> None:
+    filing = Filing(replace(REUSE, files_bytes=0))
+    assert not filing.saved_by(10, 330)
+
+
+def test_a_turn_after_a_restart_waits_for_its_files_and_computes_the_rest() -> None:
+    filing = restart()
+    commands = filing.ask(12, 400)
+    (message,) = to_files(commands, RestoreKv)
+    assert not only(commands, cmd.Reserve)
+    assert sorted(position for part in message.slices for position in part.span.positions) == list(
+        range(320)
+    )
+    plan = sent(filing.answer(message))
+    assert plan.reserve.cached == 320
+    (chunk,) = plan.step.chunks
+    assert (chunk.start, chunk.length) == (320, 80)
+    assert {part.source for part in chunk.history} == {message.sequence_id}
+    held = {gang_of(part.instance) for part in chunk.history}
+    assert held == {gang_of(filing.instances[0])}
+
+
+def test_last_token_of_a_prompt_is_computed_even_if_files_have_it() -> None:
+    (message,) = to_files(restart(10, 320).ask(10, 320), RestoreKv)
+    assert max(part.stop for part in message.slices) == 288
+
+
+def test_what_was_read_serves_later_requests() -> None:
+    filing = restart()
+    (message,) = to_files(filing.ask(10, 330), RestoreKv)
+    filing.end(sent(filing.answer(message)))
+    plan = sent(filing.ask(12, 400))
+    assert plan.reserve.cached >= 320
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_request_computes_what_could_not_be_read(failed: int) -> None:
+    filing = restart()
+    (message,) = to_files(filing.ask(10, 330), RestoreKv)
+    commands = filing.answer(message, failed=failed)
+    plan = sent(commands)
+    assert plan.reserve.cached == 0
+    (evict,) = messages(commands, EvictKv)
+    assert (evict.sequence_id, evict.start, evict.stop) == (message.sequence_id, 0, 320)
+    filing.settle(evict)
+    filing.turn(plan.finished(0))
+    assert not to_files(filing.ask(12, 400), RestoreKv), "the files count as gone"
+
+
+def test_a_request_waits_no_longer_than_it_would_compute() -> None:
+    filing = restart()
+    (message,) = to_files(filing.ask(10, 330), RestoreKv)
+    asked_ns = filing.now_ns
+    plan = sent(filing.wait())
+    whole, rest = (Unmeasured().step(2, 1).predict_ns(330 - past, past) for past in (0, 320))
+    assert filing.now_ns - asked_ns == whole - rest
+    assert plan.reserve.cached == 0
+    filing.answer(message)  # late, but not in vain
+    filing.end(plan)
+    assert sent(filing.ask(12, 400)).reserve.cached == 320
+
+
+def test_what_is_computed_faster_is_not_read() -> None:
+    whole, rest = (Unmeasured().step(2, 1).predict_ns(330 - past, past) for past in (0, 320))
+    share = 160 * TOKEN_BYTES
+    even = share * SECOND // (whole - rest - OVERHEAD_NS)
+    assert to_files(restart(speed=even * 11 // 10).ask(10, 330), RestoreKv)
+    assert sent(restart(speed=even * 9 // 10).ask(10, 330)).reserve.cached == 0
+
+
+def test_a_slow_restore_makes_the_next_one_doubt() -> None:
+    filing = restart()
+    (message,) = to_files(filing.ask(10, 330), RestoreKv)
+    before = filing.scheduler._prefix.saved[gang_of(filing.instances[0])].bytes_per_s
+    filing.wait()
+    filing.answer(message)
+    after = filing.scheduler._prefix.saved[gang_of(filing.instances[0])].bytes_per_s
+    assert after < before
+
+
+def test_a_run_counts_when_all_its_instances_have_reported() -> None:
+    filing = Filing()
+    runs = filing.saved_by(10, 330)
+    filing.die()
+    filing.bring_up()
+    first, second = filing.instances
+    filing.turn(ev.Saved(instance=first, runs=tuple(runs), bytes_per_s=FAST))
+    plan = sent(filing.ask(10, 330))
+    assert plan.reserve.cached == 0
+    filing.turn(plan.finished(0), *plan.steps_done(), *plan.freed())
+    filing.turn(ev.Saved(instance=second, runs=tuple(runs), bytes_per_s=FAST))
+    assert filing.scheduler._prefix.saved[gang_of(first)]
+
+
+def test_files_follow_what_is_cached() -> None:
+    """Of what a gang has, only the beginning is still in its slots."""
+    filing = restart()
+    (message,) = to_files(filing.ask(4, 130), RestoreKv)
+    assert max(part.stop for part in message.slices) == 128
+    filing.end(sent(filing.answer(message)))
+    (rest,) = to_files(filing.ask(12, 400), RestoreKv)
+    assert min(part.start for part in rest.slices) == 128
+    plan = sent(filing.answer(rest))
+    assert plan.reserve.cached == 320
+    sources = {part.source for part in plan.step.chunks[0].history}
+    assert rest.sequence_id in sources
+
+
+def test_a_gang_that_dies_while_it_reads_lets_its_requests_go() -> None:
+    filing = restart()
+    (message,) = to_files(filing.ask(10, 330), RestoreKv)
+    filing.die()
+    assert not only(filing.turn(), cmd.Reserve)
+    assert sent(filing.bring_up()).reserve.cached == 0
+    filing.turn(
+        ev.Restored(sequence_id=message.sequence_id, instance=filing.instances[0], tokens=1)
+    )
+
+
+def test_a_request_that_ends_while_files_are_read_leaves_them_to_others() -> None:
+    filing = restart()
+    commands = filing.ask(10, 330)
+    (message,) = to_files(commands, RestoreKv)
+    filing.turn(ev.RequestCancelled(request_id=2))
+    filing.answer(message)
+    assert sent(filing.ask(12, 400)).reserve.cached == 320
+
+
+def test_a_silent_reader_is_reset() -> None:
+    filing = restart()
+    filing.ask(10, 330)
+    commands = filing.wait(until_ns=filing.now_ns + 200 * SECOND)
+    assert only(commands, cmd.ResetGang)
+
+
+def test_files_beyond_the_share_for_cached_kv_are_not_read() -> None:
+    filing = Filing(replace(REUSE, max_share=0.02))  # 80 of 4000 slots
+    runs = filing.saved_by(10, 330)
+    filing.die()
+    filing.bring_up(*runs)
+    assert sent(filing.ask(10, 330)).reserve.cached == 0
+
+
+def test_a_retried_request_reads_no_files() -> None:
+    filing = restart()
+    (message,) = to_files(filing.ask(10, 330), RestoreKv)
+    plan = sent(filing.answer(message))
+    filing.turn(plan.failed(), *plan.freed(), *plan.steps_done())
+    again = sent(filing.wait())
+    assert again.reserve.cached == 0
+
+
+def test_where_a_prompt_leaves_a_run_another_one_goes_on() -> None:
+    """Both have the position behind; only one of them has this prompt's token there."""
+    saved = saved_runs.SavedRuns(1, 32, most_blocks=40)
+    first, second = instance_id(1, 0), instance_id(1, 1)
+    one = SavedRun(start=0, hashes=(b"a", b"b", b"c"), slices=(KvSlice(0, 0, 96),))
+    other = SavedRun(start=64, hashes=(b"C", b"D"), slices=(KvSlice(1, 64, 128),))
+    saved.add(first, (one,), FAST)
+    saved.add(second, (other,), FAST)
+    found = saved.behind((b"a", b"b", b"C", b"D", b"E"), 1)
+    assert found is not None
+    assert [(part.name, part.start, part.stop) for part in found.parts] == [
+        (one.name, 32, 64),
+        (other.name, 64, 128),
+    ]
+    assert found.slices == (KvSlice(first, 32, 64), KvSlice(second, 64, 128))
+
+
+def test_oldest_runs_are_forgotten_beyond_what_the_files_can_hold() -> None:
+    runs = [SavedRun(start=0, hashes=(b"%d" % n,), slices=(KvSlice(0, 0, 32),)) for n in range(100)]
+    saved = saved_runs.SavedRuns(1, 32, most_blocks=40)
+    for run in runs:
+        saved.add(instance_id(1, 0), (run,), FAST)
+        assert len(saved) <= 40
+    assert saved.behind((b"99",), 0) is not None
+    assert saved.behind((b"0",), 0) is None
+    assert len(saved._reported) <= 40
+
+
+def test_a_log_with_files_is_replayed(tmp_path: Path) -> None:
+    recorded: list[tuple[int, tuple[ev.AnyEvent, ...]]] = []
+    commands: list[bytes] = []
+
+    class Recorded(Filing):
+        def turn(self, *events: ev.AnyEvent, after_ns: int = MS) -> list[cmd.AnyCommand]:
+            found = super().turn(*events, after_ns=after_ns)
+            recorded.append((self.now_ns, events))
+            commands.append(command_bytes(found))
+            return found
+
+    filing = Recorded()
+    runs = filing.saved_by(10, 330)
+    filing.die()
+    filing.bring_up(*runs)
+    (message,) = to_files(filing.ask(10, 330), RestoreKv)
+    filing.answer(message)
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        header = DecisionLogHeader(
+            policy="fixed_sp", policy_digest="", table_digest="", options=OPTIONS, reuse=REUSE
+        )
+        writer = LogWriter(file, header)
+        for now_ns, events in recorded:
+            writer.append(now_ns, events)
+        writer.flush()
+
+    def again(header: DecisionLogHeader) -> Scheduler:
+        return Scheduler(
+            make_policy(header.policy, header.options),
+            Costs(CostTable(latencies=Unmeasured())),
+            reuse=header.reuse,
+        )
+
+    assert replay(path, again) == b"".join(commands)
