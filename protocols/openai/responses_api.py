@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator
 
 from csps.protocols.openai.csps_options import (
     CspsRequestOptions,
@@ -218,7 +218,7 @@ class ResponsesRequest(JsonModel):
     ] = None
     tools: Annotated[
         ResponseTools, PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]])
-    ] = ResponseTools([], {})
+    ] = Field(default_factory=lambda: ResponseTools([], {}))
     top_p: Annotated[float, above(0, 1)] | None = None
 
     # At their defaults only
