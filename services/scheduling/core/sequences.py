@@ -81,7 +81,7 @@ class Sequences:
     def _reuse(self, sequence: Sequence, prefill_ref: PrefixRef | None, cached: int) -> Sequence:
         sequence.prefill_ref, sequence.cached = prefill_ref, cached
         reused = sum(kv_slice.tokens for kv_slice in sequence.slices if kv_slice.source)
-        retain = self._prefix.may_retain(sequence.request, reused)
+        retain = self._prefix.may_retain_answer(sequence.request, reused)
         sequence.retain = bool(sequence.slices) and retain
         return sequence
 

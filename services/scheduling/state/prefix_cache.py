@@ -120,6 +120,14 @@ class PrefixCache:
         blocks = min(len(request.hashes), request.prompt_tokens // self.settings.block_tokens)
         return self.settings.enabled and blocks * self.settings.block_tokens > cached
 
+    def may_retain_answer(self, request: Request, cached: int) -> bool:
+        """Return whether prompt and answer may have whole blocks behind those that the request
+        reuses: a short turn fills none by itself, but its answer does."""
+        tokens = request.prompt_tokens + request.output_tokens - 1  # the last one has no KV
+        blocks = tokens // self.settings.block_tokens
+        reuses = self.settings.enabled and bool(request.hashes)
+        return reuses and blocks * self.settings.block_tokens > cached
+
     def prefilled(
         self,
         gang: Gang,

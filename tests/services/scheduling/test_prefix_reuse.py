@@ -121,3 +121,16 @@ def test_an_answer_of_a_second_attempt_is_retained_with_that_of_the_first() -> N
         request_id=plan.request, generated_tokens=33, hashes=hashes(4)[3:]
     )
     assert harness.end_by(again, cancelled) == range(128)
+
+
+@pytest.mark.parametrize(("generated", "kept"), [(18, 96), (19, 128), (60, 160)])
+def test_the_answer_to_a_turn_that_fills_no_block_is_retained(generated: int, kept: int) -> None:
+    """Its prompt has no whole block behind what it reuses. Prompt and answer have."""
+    harness = Caching()
+    harness.end(harness.start_with(hashes(3), 100, 10), 10)
+    plan = harness.start_with(hashes(3), 110, 60)
+    assert plan.reserve.cached == 96
+    harness.end(plan, generated, answer=hashes(5)[3:])
+    following = harness.start_with(hashes(6), 200, 10)
+    reused = [part for part in following.reserve.message.slices if part.source]
+    assert sum(part.tokens for part in reused) == kept
