@@ -134,9 +134,12 @@ class Layer:
         return F.linear(attention_thd.flatten(1).to(self.weights.output.dtype), self.weights.output)
 
     def add_output(self, x_td: Tensor, sum_td: Tensor) -> Tensor:
-        """Add bias and residual to the sum of all heads' `output_part`, which is overwritten."""
+        """Add bias and residual to the sum of all heads' `output_part`."""
         bias_d, post_norm_d = self.weights.output_bias, self.weights.attention_post_norm
-        return x_td + self._biased_and_normed(sum_td, bias_d, post_norm_d)
+        if bias_d is not None:
+            # Not in place: the sum may still be on its way to the other ranks of the instance.
+            sum_td = sum_td + bias_d
+        return x_td + self._biased_and_normed(sum_td, None, post_norm_d)
 
     def mlp(self, x_td: Tensor) -> Tensor:
         """Compute norm, gated MLP or experts, and residual; sum over the TP group."""
