@@ -43,8 +43,8 @@ lm-eval: $(DEV) $(LM_EVAL) ## let lm-eval judge the included model's answers
 test: $(DEV) ## run the tests (minutes, two cores suffice)
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
-test-deployed: $(DEV) ## deploy a server with each scheduling policy, and by csps serve, and ask it
-	$(BIN)/pytest tests/end_to_end/test_every_policy.py tests/end_to_end/test_serve_command.py -m slow $(ARGS)
+test-deployed: $(DEV) ## deploy a server with each scheduling policy, one that trades accuracy, and by csps serve, and ask it
+	$(BIN)/pytest tests/end_to_end/test_every_policy.py tests/end_to_end/test_bounds.py tests/end_to_end/test_serve_command.py -m slow $(ARGS)
 
 # Each commit runs another slice, so that some days of work run them all. Where the history is cut
 # off, as in a shallow clone, it is the same one.
