@@ -19,6 +19,9 @@ INSTANCES, KV_SLOTS = 4, 16_200
 SETTINGS: dict[str, Any] = {
     "elastic": {"instances": INSTANCES, "kv_slots": KV_SLOTS},
     "scheduling": {"policy": "loongserve"},
+    # Little stays cached: KV that earlier scenes left would be evicted for a sequence that moves,
+    # and slots that are taken for it would not show.
+    "kv_reuse": {"max_share": 0.05},
 }
 """Settings of the server."""
 LONG = random_tokens(16_000, seed=7), 300
