@@ -322,18 +322,18 @@ async def test_other_version_is_refused_by_both_numbers(cell: Cell) -> None:
 
 
 async def test_the_previous_schema_version_is_refused_by_both_numbers(cell: Cell) -> None:
-    assert SCHEMA_VERSION == 7
+    assert SCHEMA_VERSION == 8
     await cell.serve({}, version=SCHEMA_VERSION)
-    with pytest.raises(ProtocolMismatch, match="speaks version 6, the peer 7") as caught:
+    with pytest.raises(ProtocolMismatch, match="speaks version 7, the peer 8") as caught:
         await cell.connect(version=SCHEMA_VERSION - 1)
-    assert (caught.value.ours, caught.value.theirs) == (6, 7)
+    assert (caught.value.ours, caught.value.theirs) == (7, 8)
 
 
 async def test_a_client_and_a_server_of_this_release_speak_the_schema_version(cell: Cell) -> None:
     server = RpcServer({}, secret=SECRET)
     assert server.version == SCHEMA_VERSION
     await cell.serve({"echo": echo}, version=SCHEMA_VERSION - 1)
-    with pytest.raises(ProtocolMismatch, match="speaks version 7, the peer 6"):
+    with pytest.raises(ProtocolMismatch, match="speaks version 8, the peer 7"):
         await RpcClient.connect(*cell.address, secret=SECRET, name="test", deadline_s=SECONDS)
 
 

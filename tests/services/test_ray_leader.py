@@ -24,8 +24,9 @@ sys.exit(ray_leader.main(sys.argv[1:]))
 """
 
 
-def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+def name_and_parent(pid: int) -> tuple[str, int]:
+    head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return head.partition("(")[2], int(rest.split()[1])
 
 
 class Leader:
@@ -45,9 +46,11 @@ class Leader:
             start_new_session=True,
         )
         self.gcs, self.raylet = int(self.line()), int(self.line())
-        # A shell's child has its number before it has its name.
+        # A shell's child has its number before it has its name, and is the shell's, which would
+        # keep its end to itself, until the shell has ended.
         deadline = time.monotonic() + DEADLINE_S
-        while [name_of(self.gcs), name_of(self.raylet)] != ["gcs_server", "raylet"]:
+        wanted = [("gcs_server", self.process.pid), ("raylet", self.process.pid)]
+        while [name_and_parent(self.gcs), name_and_parent(self.raylet)] != wanted:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
