@@ -70,6 +70,7 @@ def test_what_killed_writers_leave_is_whole_or_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_a_thousand_killed_writers_leave_is_whole_or_nothing(tmp_path: Path) -> None:
     whole, parts = kill_writers(tmp_path, 1_000, seed=2)
     assert whole > 20
