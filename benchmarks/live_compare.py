@@ -102,7 +102,7 @@ class Times(NamedTuple):
 
     ttft: list[float]
     tpot: list[float]
-    """Of the answers with more than one token."""
+    """Times per token of answers with more than one token."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What prompts take and cores reach, for the share of a roofline (MFU, CP App. A)."""
+"""Operations of prompts, and rates of cores, for the share of a roofline (MFU, CP App. A)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class UnusableFile(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FileHeader:
-    """What a file says about itself."""
+    """Header of a file."""
 
     layout: str
     rank: int

@@ -334,7 +334,7 @@ class RestoreKv(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     sequence_id: int
     parts: tuple[SavedPart, ...]
-    """What to read, in order and without gaps."""
+    """Parts to read, in order and without gaps."""
     slices: tuple[KvSlice, ...]
     """Placement of all these positions."""
 
