@@ -161,6 +161,12 @@ class Tokenizer:
         return LongTexts.of(self._backend)
 
     @cached_property
+    def hidden(self) -> frozenset[int]:
+        """Ids of special tokens, which `decode` leaves out unless asked for them."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    @cached_property
     def _special_around(self) -> tuple[list[int], list[int]]:
         """Special tokens that are put before and behind a text."""
         plain, whole = self._encode("a", False), self._encode("a", True)
@@ -220,6 +226,10 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that it completes, empty in the middle of a character."""
+        if self.skip_special_tokens and token_id in self.tokenizer.hidden:
+            # In the window, eight of them would push all text out, and decoders that drop the first
+            # space would take the next word for the first.
+            return ""
         self._window.append(token_id)
         text = self._decode()
         # All of them wait, not the last few: one byte too many turns a whole run of byte tokens,

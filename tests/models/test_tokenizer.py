@@ -39,6 +39,7 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
             decoders.Strip(content=" ", left=1),
         ]
     )
+    backend.add_special_tokens(["<pad>"])
     backend.save(str(model_dir / "tokenizer.json"))
     return Tokenizer(model_dir)
 
@@ -117,6 +118,13 @@ def test_endless_repetition_neither_waits_nor_grows(tokenizer: Tokenizer, cycle:
 def test_special_tokens_are_shown_on_demand(tokenizer: Tokenizer) -> None:
     detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
     assert "".join(map(detokenizer.push, tokenizer.encode("x</s>"))) == "<s>x</s>"
+
+
+def test_many_hidden_tokens_take_no_space_from_the_next_word(byte_fallback: Tokenizer) -> None:
+    """Decoders drop the space before the first word, and here the words before were long ago."""
+    word, pad = (byte_fallback._backend.token_to_id(entry) for entry in ("▁to", "<pad>"))
+    token_ids = [word, *[pad] * 100, word]
+    assert streamed(byte_fallback, token_ids) == byte_fallback.decode(token_ids) == "to to"
 
 
 @pytest.mark.parametrize(("text", "where"), [("\ud800", 0), ("fine until \udfff here", 11)])
