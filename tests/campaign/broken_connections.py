@@ -29,7 +29,8 @@ from csps.services.launch.ray_head import session_of
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_MAX_PACING_RATE = 26, 27, 47
 _UNPACED = (1 << 64) - 1
 _LOAD_RANDOM = struct.pack("HBBI", 0x20, 0, 0, (0xFFFF_F000 + 56) & 0xFFFF_FFFF)
-_AF_UNSPEC_ADDRESS = struct.pack("H14x", 0)
+_SOCK_DIAG, _SOCK_DESTROY = 4, 21
+_REQUEST, _ACK = 1, 4
 LOSS = 0.01
 SLOW_BYTES_S = 256 * 1024
 HOLE_S, GAP_S = 0.1, 0.3
@@ -162,9 +163,9 @@ looked up when the context opens: they come and go."""
 @contextmanager
 def reset(topology: Topology, kind: str, pid: int | None) -> Iterator[None]:
     """Reset connections; both ends learn it at once."""
-    for end in topology.ends(kind, pid)[::2]:
-        with suppress(OSError), end.opened() as sock:
-            _connect_to_nobody(sock)
+    for connection in topology.connections(kind, pid):
+        with suppress(ConnectionError, FileNotFoundError):  # meanwhile it ended by itself
+            _destroy(connection.ends[0])
     yield
 
 
@@ -277,8 +278,20 @@ def _pace(end: SocketEnd, bytes_s: int) -> None:
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", bytes_s))
 
 
-def _connect_to_nobody(sock: socket.socket) -> None:
-    """Disconnect a TCP socket, which Linux does with a reset."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.connect(sock.fileno(), _AF_UNSPEC_ADDRESS, len(_AF_UNSPEC_ADDRESS)):
-        raise OSError(ctypes.get_errno(), "connect")
+def _destroy(end: SocketEnd) -> None:
+    """Have the kernel abort a connection: both ends get an error, with a reset on the way.
+
+    Disconnecting the socket by `connect` would do so to the other end only, and event loops of this
+    one (gloo's) would spin.
+    """
+    (source, source_port), (target, target_port) = end.local, end.remote
+    request = struct.pack("BBBxI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0xFFFF_FFFF)
+    request += struct.pack(">HH", source_port, target_port)
+    request += struct.pack("4s12x4s12x", socket.inet_aton(source), socket.inet_aton(target))
+    request += struct.pack("I", 0) + b"\xff" * 8  # any interface, any cookie
+    header = struct.pack("IHHII", 16 + len(request), _SOCK_DESTROY, _REQUEST | _ACK, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as netlink:
+        netlink.send(header + request)
+        error = struct.unpack_from("i", netlink.recv(4096), 16)[0]
+    if error:
+        raise OSError(-error, "the kernel does not abort the connection")
