@@ -7,8 +7,9 @@ once and from the cache for further rows. Blocks are joined by online softmax wi
 Where the time goes, and what follows from it:
 
 - A core reads memory at its full speed only in order and ahead of time. Keys are read token by
-  token, all heads of each, and every cache line that is read asks for the one `AHEAD_BYTES` behind
-  it. Head by head, whose lines lie a token apart, memory was read at half the speed.
+  token, all heads of each, and each tile asks for as many bytes `AHEAD_BYTES` behind it, into the
+  second cache: a core waits for more lines there than in its first one. Head by head, or with
+  lines that go into the first cache, memory was read at half the speed.
 - Scores lie in memory token by token. So the maximum and the sum over tokens need no sum over
   lanes, and a weight is one number to multiply a value by.
 - Loops over dimensions are unrolled: loops of four rounds end in a wrong branch prediction, which
@@ -39,7 +40,7 @@ from csps.kernels.vector_ir import (
 
 BLOCK = 64
 """Slots of a block: its keys and values stay in a core's second cache for further rows."""
-AHEAD_BYTES = 16 * 1024
+AHEAD_BYTES = 8 * 1024
 """Distance of prefetching."""
 ARGUMENTS = {
     "q": POINTER,
@@ -56,10 +57,8 @@ ARGUMENTS = {
 }
 """Arguments of the kernel. `scale` includes the factor log2(e)."""
 NAME = "csps_decode_attention"
-_TOKENS = 4
-"""Tokens that are computed together, at most."""
-_SMALL_SLOT_BYTES = 512
-"""Keys of a token up to which few tokens at once, almost in order, are read faster."""
+_TOKENS = {Element.FP32: 2, Element.BF16: 4, Element.FP16: 4}
+"""Tokens that are computed together, at most: the more, the less memory is read in order."""
 _UNROLLED = 4
 """Independent maxima, so that they do not wait for each other."""
 
@@ -110,7 +109,7 @@ def _score_width(heads: int, lanes: int) -> int:
 def _score_rows(lanes: int) -> int:
     """Return the tokens for whose scores there is room."""
     # The last tile, and the last vector, may reach behind the end of a block.
-    return BLOCK + max(_TOKENS, lanes)
+    return BLOCK + max(*_TOKENS.values(), lanes)
 
 
 def _divisor(number: int, most: float) -> int:
@@ -128,7 +127,7 @@ class _Kernel:
         self._slot = shape.kv_heads * shape.dim
         # A tile of scores fills as many registers as a vector has lanes: about half of them.
         self._heads = _divisor(shape.group, self._lanes)
-        self._tokens = min(_TOKENS, self._lanes // self._heads)
+        self._tokens = min(_TOKENS[shape.element], self._lanes // self._heads)
         self._kv_heads = _divisor(
             shape.kv_heads if self._heads == shape.group else 1,
             self._lanes // (self._heads * self._tokens),
@@ -194,6 +193,7 @@ class _Kernel:
             # A tile behind the block's end reads its last token again.
             rows = [keys + (token + i).least(last) * self._slot for i in range(self._tokens)]
             with code.loop(0, self._shape.kv_heads, self._kv_heads) as kv_head:
+                self._prefetch_behind(keys, token, kv_head, self._tokens, self._kv_heads)
                 for head in range(0, self._shape.group, self._heads):
                     self._write_tile(query, rows, token, kv_head, head)
 
@@ -205,21 +205,14 @@ class _Kernel:
         kv_heads = range(self._kv_heads)
         first = kv_head * shape.group + head
         sums: dict[tuple[int, int, int], Vector] = {}
-        for d in self._dims:
-            keys = {}
-            for i, row in enumerate(rows):
-                for g in kv_heads:
-                    key = row + (kv_head + g) * shape.dim + d
-                    self._prefetch_behind(key, d)
-                    keys[i, g] = key.vector()
+        for i, row in enumerate(rows):
             for g in kv_heads:
-                for h in range(self._heads):
-                    asked = (query + (first + (g * shape.group + h)) * shape.dim + d).vector()
-                    for i in range(len(rows)):
+                for d in self._dims:
+                    key = (row + (kv_head + g) * shape.dim + d).vector()
+                    for h in range(self._heads):
+                        asked = (query + (first + (g * shape.group + h)) * shape.dim + d).vector()
                         cell = i, g, h
-                        sums[cell] = (
-                            asked.times_plus(keys[i, g], sums[cell]) if d else asked * keys[i, g]
-                        )
+                        sums[cell] = asked.times_plus(key, sums[cell]) if d else asked * key
         scores = code.lane_sums([sums[cell] for cell in sorted(sums)])
         scores = scores * code.vector_argument("scale")
         adjacent = self._kv_heads * self._heads
@@ -227,9 +220,14 @@ class _Kernel:
             at = self._scores + (token + i) * self._width + first
             at.store(scores, range(i * adjacent, (i + 1) * adjacent))
 
-    def _prefetch_behind(self, place: Address, d: int) -> None:
-        if d * place.element.bytes % LINE_BYTES == 0:
-            (place + AHEAD_BYTES // place.element.bytes).prefetch()
+    def _prefetch_behind(
+        self, tokens_at: Address, token: Int, kv_head: Int, tokens: int, kv_heads: int
+    ) -> None:
+        """Ask for what a tile will read later; tile by tile, these are all bytes in order."""
+        size = tokens_at.element.bytes
+        place = tokens_at + token * self._slot + kv_head * (tokens * self._shape.dim)
+        for number in range(0, tokens * kv_heads * self._shape.dim, LINE_BYTES // size):
+            (place + (AHEAD_BYTES // size + number)).prefetch()
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -305,8 +303,8 @@ class _Kernel:
         code = self._code
         values = code.address("v", self._shape.element) + slot * self._slot
         # The weights of a tile fill as many registers as a vector has lanes.
-        most = 2 if self._slot * self._shape.element.bytes <= _SMALL_SLOT_BYTES else _TOKENS
-        tokens = min(most, 1 << (self._lanes // self._heads).bit_length() - 1)
+        fit = 1 << (self._lanes // self._heads).bit_length() - 1
+        tokens = min(_TOKENS[self._shape.element], fit)
         whole = slots.down_to(tokens)
         with code.loop(0, whole, tokens) as token:
             self._add_tokens(out, values, token, tokens)
@@ -316,6 +314,7 @@ class _Kernel:
 
     def _add_tokens(self, out: Address, values: Address, token: Int, tokens: int) -> None:
         with self._code.loop(0, self._shape.kv_heads) as kv_head:
+            self._prefetch_behind(values, token, kv_head, tokens, 1)
             for head in range(0, self._shape.group, self._heads):
                 self._add_tile(out, values, token, tokens, kv_head, head)
 
@@ -334,7 +333,6 @@ class _Kernel:
             seen = []
             for i in range(tokens):
                 value = values + (token + i) * self._slot + kv_head * shape.dim + d
-                self._prefetch_behind(value, d)
                 seen.append(value.vector())
             for h in range(self._heads):
                 place = out + (first + h) * shape.dim + d

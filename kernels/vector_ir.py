@@ -219,7 +219,8 @@ class Address:
         self.code.builder.store(value, self.pointer, align=4)
 
     def prefetch(self) -> None:
-        """Ask for the cache line of this address, which may be outside of any memory."""
+        """Ask for the cache line of this address, which may be outside of any memory, into the
+        core's second cache."""
         self.code.prefetch(self.pointer)
 
 
@@ -363,11 +364,11 @@ class VectorCode:
         )
 
     def prefetch(self, pointer: ir.Value) -> None:
-        """Ask for a cache line that is going to be read."""
+        """Ask for a cache line that is going to be read, into the core's second cache."""
         typ = ir.FunctionType(ir.VoidType(), [POINTER, _INT32, _INT32, _INT32])
-        read, into_all_caches, data = (ir.Constant(_INT32, number) for number in (0, 3, 1))
+        read, into_second_cache, data = (ir.Constant(_INT32, number) for number in (0, 2, 1))
         function = self._declared("llvm.prefetch.p0", typ)
-        self.builder.call(function, [pointer, read, into_all_caches, data])
+        self.builder.call(function, [pointer, read, into_second_cache, data])
 
     def _declared(self, name: str, typ: ir.FunctionType) -> ir.Function:
         if name not in self._module.globals:
