@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,20 +194,25 @@ class Client:
         asyncio.run(all_of_them())
         return time.perf_counter() - begin
 
-    def split_of_streams(self) -> tuple[float, Counter[str]]:
-        """Return `streams_s`, and the processor time of each kind of process for a token."""
+    def with_split(self, measure: Callable[[], float], parts: int) -> tuple[float, Counter[str]]:
+        """Return the result of `measure`, and each kind of process's processor time for a part."""
         before = _cpu_of_kinds(self._processes)
-        seconds = self.streams_s()
+        seconds = measure()
         spent = _cpu_of_kinds(self._processes) - before
-        tokens = STREAMS * STREAM_OUT
-        return seconds, Counter({kind: 1e6 * cpu_s / tokens for kind, cpu_s in spent.items()})
+        return seconds, Counter({kind: 1e6 * cpu_s / parts for kind, cpu_s in spent.items()})
 
 
-def round_of_streams(client: Client, splits: list[Counter[str]]) -> dict[str, float]:
-    """Measure what `--streams` names, in seconds; add the split of a token's time."""
-    streams, split = client.split_of_streams()
-    splits.append(split)
-    return {"streams": streams, "shorts": client.shorts_s(), "gap": client.gap_s()}
+Splits = dict[str, list[Counter[str]]]
+"""Processor time in microseconds of each kind of process, of a token and of a short prompt."""
+
+
+def round_of_streams(client: Client, splits: Splits) -> dict[str, float]:
+    """Measure what `--streams` names, in seconds; add to the splits."""
+    streams, of_token = client.with_split(client.streams_s, STREAMS * STREAM_OUT)
+    shorts, of_short = client.with_split(client.shorts_s, SHORTS)
+    splits["us_a_token"].append(of_token)
+    splits["us_a_short"].append(of_short)
+    return {"streams": streams, "shorts": shorts, "gap": client.gap_s()}
 
 
 def one_round(client: Client, *, with_long: bool) -> dict[str, float]:
@@ -256,7 +261,7 @@ def main() -> None:
     rounds: list[dict[str, dict[str, float]]] = []
     with old.up(), new.up():
         clients = {"old": Client(old), "new": Client(new)}
-        splits: dict[str, list[Counter[str]]] = {side: [] for side in clients}
+        splits: dict[str, Splits] = {side: defaultdict(list) for side in clients}
 
         def measured(side: str) -> dict[str, float]:
             if args.streams:
@@ -269,8 +274,9 @@ def main() -> None:
             order = list(clients) if number % 2 else list(reversed(clients))
             rounds.append({side: measured(side) for side in order})
     result: dict[str, Any] = {"benchmark": "against_checkout", "rounds": rounds}
-    if args.streams:
-        result["us_a_token"] = {side: _medians(found) for side, found in splits.items()}
+    for side, found in splits.items():
+        for name, split in found.items():
+            result.setdefault(name, {})[side] = _medians(split)
     report.publish(result, compared(rounds), args.json)
 
 
