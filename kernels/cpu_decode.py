@@ -2,8 +2,8 @@
 
 For one query torch's flash kernel reads memory at a quarter of a core's speed, and each call takes
 13 us besides. Here one call computes all rows of a layer, over runs of slots, and reads keys and
-values once (`cpu_decode_ir`). With as many queries as a prompt has it is still faster, 1.2 to 2.4
-times on a processor without AMX, since the query heads of a KV head share what they load.
+values once (`cpu_decode_ir`). With as many queries as a prompt has (`cpu_prompt_ir`) it is still
+faster, 1.2 to 2 times on a processor without AMX.
 
 A shape of heads has to be prepared, since compiling takes about a second, for which no request
 should wait. Whatever is not prepared, or cannot be compiled, runs torch's kernel.
@@ -42,18 +42,22 @@ class DecodeKernel:
     def __init__(
         self,
         function: Callable[..., None],
+        of_prompts: Callable[..., None],
         *,
+        many_rows: int,
         scratch_numbers: int,
         row_numbers: int,
         token_bytes: int,
         most_queries: int,
     ) -> None:
         """Args:
+        function: computes parts of few rows, `of_prompts` those of at least `many_rows`.
         scratch_numbers: fp32 numbers of scratch memory of a thread.
         row_numbers: numbers for each row of a part besides.
         token_bytes: size of a token's keys and values in a layer.
         """
-        self._function = function
+        self._function, self._of_prompts = function, of_prompts
+        self._many_rows = many_rows
         self._scratch_numbers, self._row_numbers = scratch_numbers, row_numbers
         self._token_bytes = token_bytes
         self.most_queries = most_queries
@@ -118,12 +122,13 @@ class DecodeKernel:
             lse_nh.data_ptr(),
         )
         factor = scale * _LOG2_E
+        compute = self._function if parts.most_rows < self._many_rows else self._of_prompts
         helping = []
         for thread, other in enumerate(others, start=1):
             place = memory + 4 * numbers * thread
             call = (*tensors, place, other.start, other.stop, factor)
-            helping.append(_helpers().submit(self._function, *call))
-        self._function(*tensors, memory, own.start, own.stop, factor)
+            helping.append(_helpers().submit(compute, *call))
+        compute(*tensors, memory, own.start, own.stop, factor)
         for helper in helping:
             helper.result()
         return out_nhd, lse_nh
@@ -160,7 +165,7 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
         _log.warning("llvmlite is not installed: decoding runs torch's attention")
         return None
     # Imported on use: a rank on a GPU needs no llvmlite.
-    from csps.kernels import cpu_decode_ir, native_code
+    from csps.kernels import cpu_decode_ir, cpu_prompt_ir, native_code
     from csps.kernels.vector_ir import Element
 
     elements = dict(zip(_DTYPES, (Element.FP32, Element.BF16, Element.FP16), strict=True))
@@ -174,10 +179,15 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
         _log.warning("%s: decoding runs torch's attention", what)
         return None
     shape = cpu_decode_ir.HeadShape(heads=heads, kv_heads=kv_heads, dim=dim, element=element)
+    irs = cpu_decode_ir, cpu_prompt_ir
     arguments = [*[c_void_p] * 8, *[c_int64] * 2, c_float]
     try:
-        function = native_code.load_function(
-            cpu_decode_ir.NAME, cpu_decode_ir.decode_attention_ir(shape, lanes), arguments
+        function, of_prompts = (
+            native_code.load_function(name, ir, arguments)
+            for name, ir in (
+                (cpu_decode_ir.NAME, cpu_decode_ir.decode_attention_ir(shape, lanes)),
+                (cpu_prompt_ir.NAME, cpu_prompt_ir.prompt_attention_ir(shape, lanes)),
+            )
         )
     except (RuntimeError, OSError) as error:
         _log.warning("%s: decoding runs torch's attention, LLVM failed: %s", what, error)
@@ -185,8 +195,10 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
 
     return DecodeKernel(
         function,
-        scratch_numbers=cpu_decode_ir.scratch_numbers(shape, lanes),
-        row_numbers=cpu_decode_ir.row_numbers(shape, lanes),
+        of_prompts,
+        many_rows=cpu_prompt_ir.FEWEST_ROWS,
+        scratch_numbers=max(ir.scratch_numbers(shape, lanes) for ir in irs),
+        row_numbers=max(ir.row_numbers(shape, lanes) for ir in irs),
         token_bytes=2 * kv_heads * dim * element.bytes,
         most_queries=_most_queries(shape.group, dtype, native_code.multiplies_bf16_tiles()),
     )

@@ -112,7 +112,7 @@ def _score_rows(lanes: int) -> int:
     return BLOCK + max(*_TOKENS.values(), lanes)
 
 
-def _divisor(number: int, most: float) -> int:
+def greatest_divisor(number: int, most: float) -> int:
     """Return the greatest divisor of a number up to a bound, at least 1."""
     return max(d for d in range(1, number + 1) if number % d == 0 and d <= max(most, 1))
 
@@ -126,9 +126,9 @@ class _Kernel:
         self._dims = range(0, shape.dim, self._lanes)
         self._slot = shape.kv_heads * shape.dim
         # A tile of scores fills as many registers as a vector has lanes: about half of them.
-        self._heads = _divisor(shape.group, self._lanes)
+        self._heads = greatest_divisor(shape.group, self._lanes)
         self._tokens = min(_TOKENS[shape.element], self._lanes // self._heads)
-        self._kv_heads = _divisor(
+        self._kv_heads = greatest_divisor(
             shape.kv_heads if self._heads == shape.group else 1,
             self._lanes // (self._heads * self._tokens),
         )

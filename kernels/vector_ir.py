@@ -125,6 +125,14 @@ class Vector:
         holds = code.builder.fcmp_ordered(relation, self.value, code.fill(bound).value)
         return Vector(code, code.builder.select(holds, code.fill(then).value, self.value))
 
+    def before(self, count: Int, then: float) -> Vector:
+        """Return the first `count` lanes as they are, and `then` in the others."""
+        code, lanes = self.code, self.code.lanes
+        number = code.builder.trunc(count.value, _INT32)
+        numbers = ir.Constant(code.ints, list(range(lanes)))
+        below = code.builder.icmp_signed("<", numbers, code.spread(number))
+        return Vector(code, code.builder.select(below, self.value, code.fill(then).value))
+
     def greatest(self, other: Vector) -> Vector:
         """Return the greater of two in each lane, and `other` if either is NaN."""
         builder = self.code.builder
@@ -211,7 +219,8 @@ class Address:
 
     def spread(self) -> Vector:
         """Read one fp32 number into every lane."""
-        return self.code.spread(self.code.builder.load(self.pointer, typ=FLOAT, align=4))
+        code = self.code
+        return Vector(code, code.spread(code.builder.load(self.pointer, typ=FLOAT, align=4)))
 
     def store(self, vector: Vector, lanes: range | None = None) -> None:
         """Write the lanes of a vector, or some neighboring ones."""
@@ -280,7 +289,7 @@ class VectorCode:
 
     def vector_argument(self, name: str) -> Vector:
         """Return an fp32 argument in every lane."""
-        return self.spread(self._arguments[name])
+        return Vector(self, self.spread(self._arguments[name]))
 
     def integer(self, number: Int | int) -> ir.Value:
         """Return LLVM's value of an integer."""
@@ -329,11 +338,11 @@ class VectorCode:
 
     # --- vectors -----------------------------------------------------------------------------
 
-    def spread(self, number: ir.Value) -> Vector:
-        """Return an fp32 number in every lane."""
-        none = ir.Constant(self.floats, ir.Undefined)
+    def spread(self, number: ir.Value) -> ir.Value:
+        """Return a number in every lane."""
+        none = ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined)
         first = self.builder.insert_element(none, number, ir.Constant(_INT32, 0))
-        return Vector(self, self.builder.shuffle_vector(first, none, self.fill_integer(0)))
+        return self.builder.shuffle_vector(first, none, self.fill_integer(0))
 
     def shuffle(self, first: Vector, second: Vector, lanes: Sequence[int]) -> ir.Value:
         """Return some lanes of two vectors, those of the second counted after the first's."""
@@ -354,6 +363,23 @@ class VectorCode:
                 for one, two in pairs
             ]
         return left[0]
+
+    def transposed(self, vectors: Sequence[Vector]) -> list[Vector]:
+        """Return lane i of vector j in lane j of vector i, for as many vectors as lanes."""
+        # Each round moves the highest bit of a vector's number to the lowest bit of the lane's, and
+        # the highest bit of the lane's to the lowest bit of the vector's.
+        lanes, half = self.lanes, self.lanes // 2
+        low = [lane for i in range(half) for lane in (i, lanes + i)]
+        high = [lane + half for lane in low]
+        left = list(vectors)
+        for _ in range(lanes.bit_length() - 1):
+            pairs = list(zip(left[:half], left[half:], strict=True))
+            left = [
+                Vector(self, self.shuffle(one, two, picked))
+                for one, two in pairs
+                for picked in (low, high)
+            ]
+        return left
 
     def intrinsic(self, name: str, arguments: Sequence[Vector]) -> Vector:
         """Call one of LLVM's functions of vectors."""

@@ -73,6 +73,14 @@ class Case:
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
 
+def prompt(heads: Heads, dtype: torch.dtype, *, rows: int, keys: int) -> list[Tensor]:
+    """Return q, k and v."""
+    query_heads, kv_heads, dim = heads
+    shapes = (rows, query_heads), (keys, kv_heads), (keys, kv_heads)
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randn(*shape, dim, generator=generator).to(dtype) for shape in shapes]
+
+
 def lengths() -> st.SearchStrategy[int]:
     """Draw lengths about a block's, a vector's and a tile's, and any other."""
     return st.sampled_from([0, 1, 3, 4, 5, 15, 16, 17, 63, 64, 65, 128, 129]) | st.integers(0, 300)
@@ -306,6 +314,10 @@ def test_narrower_vectors_of_other_processors(lanes: int, monkeypatch: pytest.Mo
             tensors = case.tensors()
             got = kernel(heads, dtype).attend_runs(*tensors, SlotRuns(5, runs), scale_of(case))
             check(got, by_definition(case, tensors))
+            q, k, v = prompt(heads, dtype, rows=40, keys=110)
+            got = kernel(heads, dtype).attend_staircase(q, k, v, 71, scale_of(case))
+            positions = torch.arange(70, 110), torch.arange(110)
+            check(got, dense_attention(q, k, v, q_positions=positions[0], k_positions=positions[1]))
 
 
 READ_TO_THE_END = """
@@ -329,6 +341,8 @@ for dtype in (torch.float32, torch.bfloat16):
         k, v = before_forbidden_page(slots, dtype), before_forbidden_page(slots, dtype)
         kernel = cpu_decode.prepared(torch.ones(1, 4, 32), k, v)
         out, _ = kernel.attend_runs(torch.ones(1, 4, 32), k, v, SlotRuns(1, [(0, 0, slots)]), 0.2)
+        assert out.isfinite().all()
+        out, _ = kernel.attend_all(torch.ones(20, 4, 32), k, v, 0.2)
         assert out.isfinite().all()
 """
 
@@ -364,7 +378,15 @@ def test_scores_of_minus_infinity_weigh_nothing() -> None:
     assert (out[0] == 0).all()
     assert (lse[0] == -torch.inf).all()
     rest = SlotRuns(1, [(0, 70, 200)])
-    check((out[1:], lse[1:]), cpu_attention.decode_by_flash(q[1:], k, v, rest, 0.2))
+    seen = cpu_attention.decode_by_flash(q[1:], k, v, rest, 0.2)
+    check((out[1:], lse[1:]), seen)
+    many = torch.ones(20, 4, 32)
+    out, lse = kernel((4, 2, 32), torch.float32).attend_staircase(many, k, v, 70, 0.2)
+    assert (out[0] == 0).all()
+    assert (lse[:, 0] == -torch.inf).all()
+    assert out[1:].isfinite().all()
+    out, lse = kernel((4, 2, 32), torch.float32).attend_all(many, k, v, 0.2)
+    check((out[:1], lse.T[:1]), seen)
 
 
 def test_infinite_scores_give_nan_as_the_definition_does() -> None:
