@@ -96,6 +96,7 @@ class GangPlan:
     instances: int
     tp: int = 1
     kv_slots: int = 4096
+    window_slots: int = 0
     kv_in_flight_bytes: int = 2**20
     kv_receiving_backends: int = 16
     kv_checksum: float = 0.0
@@ -119,6 +120,7 @@ class GangPlan:
             "gang_id": self.gang_id,
             "location": f"0-0-{rank}",
             "kv_slots": self.kv_slots,
+            "window_slots": self.window_slots,
             "kv_in_flight_bytes": self.kv_in_flight_bytes,
             "kv_receiving_backends": self.kv_receiving_backends,
             "kv_checksum": self.kv_checksum,
@@ -144,6 +146,7 @@ class Cell:
         self.steps: dict[int, PrefillStep] = {}
         self._slots: list[tuple[GangClient, KvRetained | SlotsFreed]] = []
         """Messages of ranks about the slots of ended sequences, with their gangs."""
+        self._masters: dict[int, int] = {}
         self._moved: set[int] = set()
         """Rows that may have had several masters."""
         self._news = asyncio.Event()
@@ -251,6 +254,7 @@ class Cell:
 
     async def reserve(self, request: Request) -> None:
         """Set slots aside on every decode rank."""
+        self._masters[request.sequence_id] = request.master
         await self.decode.call_all("reserve", schema.pack(request.reserve(self.epoch)))
 
     def submit(
@@ -259,6 +263,12 @@ class Cell:
         """Send a step to all prefill ranks (or some), each with its own tokens; return its id."""
         if step.step_id == 0:
             step = msgspec.structs.replace(step, step_id=next(self._step_ids))
+        if self.decode.window:
+            chunks = (
+                msgspec.structs.replace(chunk, near_to=self._masters.get(chunk.sequence_id))
+                for chunk in step.chunks
+            )
+            step = msgspec.structs.replace(step, chunks=tuple(chunks))
         self.steps[step.step_id] = step
         for rank in range(self.prefill.world_size):
             if ranks is None or rank in ranks:
@@ -292,6 +302,8 @@ class Cell:
     async def join(self, request: Request) -> None:
         """Decode a request as soon as its KV was received, unless its first token was the last."""
         receivers = {kv_slice.instance for kv_slice in request.slices if not kv_slice.source}
+        if self.decode.window > 1:
+            receivers.add(request.master)
         if request.chunk().decoded:
             await self.until_received(
                 len(receivers) * self.decode.tp, RankKvReceived, sequence_id=request.sequence_id

@@ -121,6 +121,9 @@ class ThreadCell(Cell):
             rank.check_health()
             rank.engine.pool.slots.check_integrity()
             assert rank.engine.pool.slots.used == 0, rank.config
+            if (near := rank.engine.pool.window_slots) is not None:
+                near.check_integrity()
+                assert near.used == 0, rank.config
         for rank in self.prefill_gang.ranks:
             assert not open_steps(rank)
         for rank in self.decode_gang.ranks:
@@ -169,6 +172,7 @@ async def thread_cell(
     prefill_tp: int = 1,
     decode_tp: int = 1,
     kv_slots: int = 4096,
+    window_slots: int = 0,
     kv_in_flight_bytes: int = 2**20,
     kv_receiving_backends: int = 16,
     quantum_ms: float = 50.0,
@@ -180,6 +184,7 @@ async def thread_cell(
 ) -> AsyncIterator[ThreadCell]:
     """Yield two gangs of so many instances, attached and connected; some ranks may be processes.
     What each gang's ranks begin is noted in its log. The prefill gang's KV survives in `kv_files`.
+    Of the decode gang, layers with a window have `window_slots`, if these are not 0.
     """
     plan = partial(
         GangPlan,
@@ -191,7 +196,7 @@ async def thread_cell(
     )
     files_path = None if kv_files is None else str(kv_files)
     prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp, kv_files_path=files_path)
-    decode_plan = plan(role="decode", instances=decode, tp=decode_tp)
+    decode_plan = plan(role="decode", instances=decode, tp=decode_tp, window_slots=window_slots)
     one = ThreadGang(prefill_plan, prefill_processes, data_group, logs[0])
     other = ThreadGang(decode_plan, decode_processes, data_group, logs[1])
     cell = ThreadCell()

@@ -66,6 +66,8 @@ class Served:
         """Return whether all slots are free and neither a rank nor the service is broken."""
         ranks = [rank for gang in self.gangs for rank in gang.ranks]
         await eventually(lambda: not any(rank.engine.pool.slots.used for rank in ranks))
+        near = [pool.window_slots for rank in ranks if (pool := rank.engine.pool).windowed]
+        await eventually(lambda: not any(slots.used for slots in near if slots is not None))
         for rank in ranks:
             rank.check_health()
         self.service.check_health()
@@ -77,6 +79,7 @@ async def served(
     model_dir: Path,
     *,
     kv_slots: int = 2048,
+    window_slots: int = 0,
     prefill_tp: int = 1,
     prefill_servers: int = 1,
     policy: str = "csps",
@@ -92,7 +95,8 @@ async def served(
 ) -> AsyncIterator[Served]:
     """Serve the checkpoint as `tiny` with two prefill instances and two decode ranks, or with an
     elastic gang of three instances; without a configurator all attention is exact. With `kv_files`,
-    the KV of prompts survives the gangs. `token_ns` is the predicted time to compute a token.
+    the KV of prompts survives the gangs. `token_ns` is the predicted time to compute a token. Of
+    the decode gang, layers with a window have `window_slots`, if these are not 0.
     """
     files_path = None if kv_files is None else str(kv_files)
     async with AsyncExitStack() as stack:
@@ -110,7 +114,8 @@ async def served(
             gangs = (ThreadGang(prefill_plan(role="elastic", instances=3)),)
         else:
             prefill = ThreadGang(prefill_plan(role="prefill", instances=2))
-            gangs = prefill, ThreadGang(plan(role="decode", instances=2))
+            decode = plan(role="decode", instances=2, window_slots=window_slots)
+            gangs = prefill, ThreadGang(decode)
         await stack.enter_async_context(started(*gangs))
         settings = Settings(
             model=str(model_dir),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from csps.protocols.core.placement import own, placed_once, tokens_on
 from csps.protocols.gang.messages import EvictKv, JoinBatch, ReserveKv, RetainKv
@@ -30,8 +31,14 @@ def gang_up(
     tp: int = 1,
     max_positions: int = 1 << 30,
     kv_bytes_per_token: int = 0,
+    window: int = 0,
+    windows: list[int] | None = None,
 ) -> ev.GangUp:
-    """Return the event of a gang of instances with so many slots, on one server by default."""
+    """Return the event of a gang of instances with so many slots, on one server by default.
+
+    Args:
+        windows: room for so many windows in slots of their own, by instance.
+    """
     at = places or [f"0-{int(decode)}-{index * tp}" for index in range(len(slots))]
     return ev.GangUp(
         gang=gang,
@@ -40,10 +47,12 @@ def gang_up(
         may_decode=decode,
         tp=tp,
         instances=tuple(
-            ev.InstanceUp(location=place, kv_slots=n) for place, n in zip(at, slots, strict=True)
+            ev.InstanceUp(location=place, kv_slots=n, window_slots=window * room)
+            for place, n, room in zip(at, slots, windows or [0] * len(slots), strict=True)
         ),
         max_positions=max_positions,
         kv_bytes_per_token=kv_bytes_per_token,
+        window=window,
     )
 
 
@@ -135,8 +144,13 @@ class RandomCell:
         faults: float = 0.1,
         elastic: bool = False,
         tenants: int = 0,
+        window: int = 0,
     ) -> None:
         self.random = random.Random(seed)
+        self._window = window
+        """Window of layers with slots of their own on decode gangs; 0: there are none."""
+        self.full_windows = 0
+        """Rounds after which no instance could become the master of a further sequence."""
         self.scheduler, self.faults = scheduler, faults
         self._tenants = tenants
         self._wanted = 1 if elastic else 2
@@ -221,6 +235,27 @@ class RandomCell:
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):
                 assert used[instance_id(gang.gang, index)] <= instance.kv_slots
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Assert that masters never hold more in layers with a window than they have, whoever the
+        sequences are of: those that they still decode, or will."""
+        used: Counter[int] = Counter()
+        for sequence in self.sequences.values():
+            reserved = sequence.reserve.message
+            if reserved.slices and reserved.master in sequence.unfreed:
+                prompt = reserved.prompt_tokens
+                positions = range(
+                    max(0, prompt - self._window + 1), prompt + reserved.output_tokens - 1
+                )
+                used[reserved.master] += min(self._window, len(positions))
+        for gang in self.gangs.values():
+            left = [
+                instance.window_slots - used[instance_id(gang.gang, index)]
+                for index, instance in enumerate(gang.instances)
+            ]
+            assert not gang.window or min(left) >= 0, f"slots in windows that are left: {left}"
+            self.full_windows += 0 <= max(left) < gang.window
 
     # --- what happens ---
 
@@ -280,9 +315,20 @@ class RandomCell:
         slots = [self.random.choice(sizes) for _ in range(self.random.randint(1, 4))]
         decode = elastic or not prefill
         number, kv = self._gang_number, self.KV_BYTES
-        up = gang_up(number, slots, prefill=prefill, decode=decode, kv_bytes_per_token=kv)
+        up = gang_up(
+            number,
+            slots,
+            prefill=prefill,
+            decode=decode,
+            kv_bytes_per_token=kv,
+            **self._windows(len(slots)) if self._window and not prefill else {},
+        )
         self.gangs[up.gang] = up
         self._pending.append(up)
+
+    def _windows(self, instances: int) -> dict[str, Any]:
+        rooms = [self.random.randint(1, 3) for _ in range(instances)]
+        return {"window": self._window, "windows": rooms}
 
     def _attach(self) -> None:
         if len(self.gangs) < self._wanted:
@@ -486,9 +532,12 @@ class RandomCell:
         assert gang in self.gangs, "reserved on a dead gang"
         assert self.gangs[gang].may_decode
         request.sequence = reserved.sequence_id
+        unreceived = {} if command.piggybacked else tokens_on(own(reserved.slices))
+        if self._window > 1 and reserved.slices:
+            unreceived.setdefault(reserved.master, 0)
         self.sequences[reserved.sequence_id] = SentSequence(
             reserve=command,
-            unreceived={} if command.piggybacked else tokens_on(own(reserved.slices)),
+            unreceived=unreceived,
             slots=slots_for(reserved, reserved.prompt_tokens, reserved.output_tokens),
             unfreed=list(slots_for(reserved, reserved.prompt_tokens, reserved.output_tokens)),
         )

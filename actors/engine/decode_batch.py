@@ -33,6 +33,7 @@ from csps.actors.engine.reservations import (
     last_position,
 )
 from csps.actors.kv_cache.kv_pool import SlotsOfSequence
+from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampling.batch_sampler import Sample, sample_batch
 from csps.actors.timing.device_pace import wait_for_device
 from csps.actors.timing.timeline import COMMUNICATION_S, EXCHANGE_S
@@ -41,7 +42,6 @@ from csps.protocols.core.placement import Span
 from csps.protocols.gang.messages import (
     Notify,
     RequestFailed,
-    ReserveKv,
     SampledToken,
     SampledTokens,
 )
@@ -154,7 +154,7 @@ class DecodeBatch:
                 token,
                 sequence.index + 1,
             )
-            sequence.slots = self._slots(request, sequence.next)
+            sequence.slots = self._slots(reservation, sequence.next)
             if sampler is not None:
                 sampler.observe(token)
         reservation.joined(self._engine.rank)
@@ -194,11 +194,12 @@ class DecodeBatch:
             state.over,
             self.reservations.sampler(sequence.sequence_id),
         )
-        sequence.slots = self._slots(sequence.request, sequence.next)
+        sequence.slots = self._slots(sequence.reservation, sequence.next)
 
-    def _slots(self, request: ReserveKv, seen: int) -> SlotsOfSequence | None:
+    def _slots(self, reservation: Reservation, seen: int) -> SlotsOfSequence | None:
         """Return the slots of a decoding sequence's KV here. All its KV so far was received, moved
         here or computed by the batch."""
+        request, pool = reservation.request, self._engine.pool
         answer = spans_on(answer_of(request), self._engine.instance)
         spans = spans_on(request.slices, self._engine.instance)
         # The master attends to its own slots as well when it asks others, even if it has none.
@@ -209,7 +210,10 @@ class DecodeBatch:
         # By spans: between them there may be slots for KV that is yet to be moved here.
         resident = [*spans, *(span.intersection(Span(0, seen)) for span in answer)]
         growing = [span.intersection(to_come) for span in answer]
-        return SlotsOfSequence(self._engine.pool, request.sequence_id, layers, resident, growing)
+        ring, window = None, self._engine.spec.window
+        if pool.windowed and masters and window is not None:
+            ring = pool.ring(request.sequence_id, reservation.ring, window)
+        return SlotsOfSequence(pool, request.sequence_id, layers, resident, growing, ring)
 
     def _leave(self, sequence_id: int) -> None:
         for sequence in self._sequences:
@@ -287,7 +291,8 @@ class DecodeBatch:
         if not self.piggybacked and all(sequence.stores_at_master for sequence in sequences):
             left = (state.stop - state.next for state in states if state.next < state.stop)
             self._same_for = min(left, default=1) - 1
-            if (window := self._engine.spec.window) is not None:
+            window = self._engine.spec.window
+            if window is not None and not self._engine.pool.windowed:
                 # A window moves on with every token, away from instances that were asked.
                 asked = (sequence.same_holders_in(window) for sequence in sequences)
                 self._same_for = min([self._same_for, *asked])
@@ -311,7 +316,7 @@ class DecodeBatch:
         if length and sequence.decodes:
             sequence.index += 1
             if was_prefilling:
-                sequence.slots = self._slots(sequence.request, sequence.next)
+                sequence.slots = self._slots(sequence.reservation, sequence.next)
 
 
 def sample_tokens(

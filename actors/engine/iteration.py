@@ -148,6 +148,8 @@ class _SightBuilder:
 
     def __init__(self, engine: Engine, window: int | None) -> None:
         self._engine, self._window = engine, window
+        self._at_master = window is not None and bool(engine.pool.windowed)
+        """Flag that all that rows see lies at their master."""
         self._here = engine.instance
         self._outgoing: dict[int, list[int]] = {}
         self._incoming: dict[int, int] = {}
@@ -159,8 +161,11 @@ class _SightBuilder:
     def decode(self, sequence: BatchSequence, row: int) -> None:
         """Add a sequence that decodes; `row` is that of its master."""
         hidden = None if self._window is None else sequence.next - self._window
-        holders = sequence.holders if hidden is None else sequence.holders_behind(hidden)
         master = sequence.request.master
+        if self._at_master:
+            holders = {master}
+        else:
+            holders = sequence.holders if hidden is None else sequence.holders_behind(hidden)
         if sequence.slots is not None and self._here in (master, *holders):
             asker = self._asker(master)
             self._resident.setdefault(asker, []).append(sequence.slots)
@@ -170,6 +175,7 @@ class _SightBuilder:
 
     def chunk(self, sequence: BatchSequence, span: Span, row: int) -> None:
         """Add a chunk of a prompt, from its master's row `row` on."""
+        assert not self._at_master, "near keys before a chunk are not here"
         first = 0 if self._window is None else max(0, span.start - self._window + 1)
         before = Span(start=first, stop=max(first, span.start))
         master = sequence.request.master
@@ -413,13 +419,21 @@ def forward(
     slots_t = torch.tensor(slots, dtype=torch.int64, device=device)
     stored_t = torch.tensor(stored, dtype=torch.int64, device=device)
     stores_all = stored == list(range(batch.rows))
+    near_slots = [
+        sequence.slots.ring.slot(sequence.next)
+        for sequence in batch.decoding
+        if sequence.slots is not None and sequence.slots.ring is not None
+    ]
+    near_t = torch.tensor(near_slots, dtype=torch.int64, device=device)
     for visible in (batch.whole, batch.near):
         if None in visible.resident:
             visible.resident[None].grown()
     exchanges = _exchanges(engine, batch)
     for index, (layer, others) in enumerate(zip(network.layers, exchanges, strict=True)):
         q_rhd, k_rhd, v_rhd = layer.qkv(x_td, rotary)
-        if stores_all:
+        if index in pool.windowed:
+            pool.write_slots(index, near_t, k_rhd, v_rhd)
+        elif stores_all:
             pool.write_slots(index, slots_t, k_rhd, v_rhd)
         elif stored:
             pool.write_slots(index, slots_t, k_rhd[stored_t], v_rhd[stored_t])
@@ -456,9 +470,11 @@ class _LayerExchange:
         self._engine, self._batch, self._index = engine, batch, index
         self._sight = batch.whole if engine.spec.window_of(index) is None else batch.near
         pool = engine.pool
+        # In layers whose KV is all at the masters, none is sent.
+        self._sent = {} if index in pool.windowed else batch.sent
         self._arriving = {
             peer: pool.k.new_empty(len(slots), 2, pool.kv_heads, pool.head_dim)
-            for peer, slots in batch.received.items()
+            for peer, slots in ({} if index in pool.windowed else batch.received).items()
         }
         self._kv_exchange = engine.mesh.expect(list(self._arriving.items()), Tag.STORED_ROWS)
         self._exchange = QueryExchange(
@@ -479,7 +495,7 @@ class _LayerExchange:
     ) -> Tensor:
         """Return the own rows' attention over all their KV, wherever it lies. New keys and values
         reach their holders before the queries do, and are stored before the holders answer."""
-        others = self._batch.sent or self._batch.received
+        others = self._sent or self._arriving
         exchanged = (
             self._kv_exchange.send(self._outgoing_kv(k_rhd, v_rhd)) if others else Pending([], [])
         )
@@ -497,7 +513,7 @@ class _LayerExchange:
 
     def _outgoing_kv(self, k_rhd: Tensor, v_rhd: Tensor) -> list[tuple[int, Tensor]]:
         kv_rhd = torch.stack((k_rhd, v_rhd), 1)
-        sent = self._batch.sent.items()
+        sent = self._sent.items()
         return [(peer, torch.cat([kv_rhd[rows] for rows in cuts])) for peer, cuts in sent]
 
     def _store(self, exchanged: Pending) -> None:

@@ -185,6 +185,7 @@ class KvReclaim:
         slots_freed: Callable[[], None],
     ) -> None:
         self._here, self._slots, self._reports = engine.instance, engine.pool.slots, reports
+        self._window_slots = engine.pool.window_slots
         self._is_reserved, self._slots_freed = reserved, slots_freed
         self._lifetime = KvLifetime()
 
@@ -267,7 +268,9 @@ class KvReclaim:
 
     def free_sequence(self, sequence_id: int) -> None:
         """Free a sequence that has left the decode batch, unless it is retained or a step still
-        uses it."""
+        uses it. Slots in layers with a window are not retained: no prefix hit reads them."""
+        if self._window_slots is not None:
+            self._window_slots.free_sequence(sequence_id)
         if self._lifetime.leave_batch(sequence_id):
             self._slots.free_sequence(sequence_id)
             self._slots_freed()

@@ -24,7 +24,7 @@ from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
 from csps.actors.timing.device_pace import launched_so_far
 from csps.protocols.core.errors import Cancelled, FaultError, ProtocolError
-from csps.protocols.core.placement import KvSlice, Span, rest_of
+from csps.protocols.core.placement import KvSlice, Span, near_ring, rest_of
 from csps.protocols.gang.messages import Notify, ReserveKv
 from csps.protocols.gang.step_messages import SequencePlacement
 from csps.protocols.sequencer.decode_batches import SequenceCursor
@@ -218,30 +218,50 @@ class Reservations:
         sampler = (
             sampler_of(request.sampler, engine.spec.vocab, engine.grammars) if masters else None
         )
+        ring = self._ring(request)
         with self._changing:
             self._refuse_cancelled(request.sequence_id, owner)
-            self._take(request, [*spans, *answers])
+            self._take(request, [*spans, *answers], ring)
             if sampler is not None:
                 self._samplers[request.sequence_id] = sampler
-            self._reservations[request.sequence_id] = Reservation(
+            reservation = self._reservations[request.sequence_id] = Reservation(
                 request=request,
                 spans=spans,
                 heads=engine.kv_heads,
                 layers=engine.spec.layers,
+                windowed=engine.pool.windowed,
+                near=ring.intersection(Span(0, request.prompt_tokens)),
+                ring=ring,
                 owner=owner,
                 # Slots come back on the host. On a rank that samples nothing of their former
                 # sequence, the device may have iterations of it yet to do.
                 launched=launched_so_far(engine.device),
             )
+        if reservation.tokens and not reservation.missing:
+            # Every layer has a window, and this is not the master: nothing is sent here.
+            self._notify("received", reservation.kv_received(engine.rank))
 
-    def _take(self, request: ReserveKv, spans: Sequence[Span]) -> None:
-        """Take slots for spans and share slots that others have computed: all, or none."""
+    def _ring(self, request: ReserveKv) -> Span:
+        """Return the first positions of a sequence that take slots here in layers with a window."""
+        engine, window = self._engine, self._engine.spec.window
+        if window is None or not engine.pool.windowed or request.master != engine.instance:
+            return Span(0, 0)
+        return near_ring(window, request.prompt_tokens, last_position(request))
+
+    def _take(self, request: ReserveKv, spans: Sequence[Span], ring: Span) -> None:
+        """Take slots for spans and share slots that others have computed: all, or none.
+
+        Args:
+            ring: positions that take slots in layers with a window.
+        """
         slots, sequence_id = self._engine.pool.slots, request.sequence_id
         try:
             for kv_slice in request.slices:
                 if kv_slice.source and kv_slice.instance == self._engine.instance:
                     slots.share_slots(sequence_id, kv_slice.source, kv_slice.span)
             slots.allocate(sequence_id, spans)
+            if (near := self._engine.pool.window_slots) is not None:
+                near.allocate(sequence_id, [ring])
         except FaultError:
             slots.free_sequence(sequence_id)
             raise

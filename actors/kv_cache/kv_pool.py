@@ -9,14 +9,21 @@ Shape suffixes: t = tokens, h = KV heads, d = head dim; s = slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from csps.actors.kv_cache.sequence_slots import KeptKv, KeptSpan, SlotIndices, SlotSet, runs_of
+from csps.actors.kv_cache.sequence_slots import (
+    KeptKv,
+    KeptSpan,
+    SlotIndices,
+    SlotSet,
+    first_slots,
+    runs_of,
+)
 from csps.actors.kv_cache.slot_allocator import PinnedSpan, SlotAllocator
 from csps.kernels.arguments import SlotRun, SlotRuns
 from csps.protocols.core.placement import Span
@@ -37,6 +44,11 @@ class KvPool:
 
     Copies and reads run outside the allocator's lock, because only one sequence writes into a slot,
     and before any other one has it.
+
+    Args:
+        windowed: layers with slots of their own, in which only the last positions of a sequence
+            have KV (`NearRing`).
+        window_slots: number of slots of these layers.
     """
 
     def __init__(
@@ -48,17 +60,29 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        windowed: Set[int] = frozenset(),
+        window_slots: int = 0,
     ) -> None:
         assert min(layers, slots, kv_heads, head_dim) > 0
-        shape = (layers, slots, kv_heads, head_dim)
-        # Empty instead of zeros: on a CPU the system then backs only slots that are used.
-        self.k = torch.empty(shape, dtype=dtype, device=device)
-        self.v = torch.empty(shape, dtype=dtype, device=device)
+        assert bool(windowed) == (window_slots > 0), "layers with a window have slots of their own"
+
+        def tensors(layers: int, slots: int) -> tuple[Tensor, Tensor]:
+            # Empty instead of zeros: on a CPU the system then backs only slots that are used.
+            shape = (layers, slots, kv_heads, head_dim)
+            k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+            return k, v
+
+        self.k, self.v = tensors(layers - len(windowed), slots)
+        near_k, near_v = tensors(len(windowed), window_slots)
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.slots = SlotAllocator(slots)
         """Allocator of the slots."""
-        self._k_by_layer = self.k.unbind()
-        self._v_by_layer = self.v.unbind()
+        self.windowed = windowed
+        self.window_slots = SlotAllocator(window_slots) if windowed else None
+        """Allocator of the slots in layers with a window; None if these are like the others."""
+        whole = zip(self.k, self.v, strict=True)
+        near = zip(near_k, near_v, strict=True)
+        self._by_layer = [next(near if layer in windowed else whole) for layer in range(layers)]
 
     def write(
         self,
@@ -76,15 +100,16 @@ class KvPool:
         cache that arrives in parts; a caller that writes parts ensures that nobody reads before the
         last one.
         """
-        assert k_thd.shape == v_thd.shape == (span.length, *self.k[0, 0, heads].shape)
+        k_shd, v_shd = (pool_shd[:, heads] for pool_shd in self.layer(layer))
+        assert k_thd.shape == v_thd.shape == (span.length, *k_shd.shape[1:])
         assert not self.narrowed(layer, sequence_id), (
             f"layer {layer} of sequence {sequence_id} has kept tokens only"
         )
-        with self.slots.places(sequence_id, span) as places:
+        with self._slots_of(layer).places(sequence_id, span) as places:
             for place in places:
                 slots, rows = map(self._on_device, place)
-                self._k_by_layer[layer][slots, heads] = k_thd[rows]
-                self._v_by_layer[layer][slots, heads] = v_thd[rows]
+                k_shd[slots] = k_thd[rows]
+                v_shd[slots] = v_thd[rows]
 
     def write_kept(
         self, layer: int, sequence_id: int, span: Span, kept: KeptKv, *, heads: slice = ALL_HEADS
@@ -93,12 +118,14 @@ class KvPool:
 
         All of a prompt comes to a layer in this way, or nothing does. `kept_blocks` reads it.
         """
+        assert layer not in self.windowed, "nothing is dropped in layers with a window"
         own = slice(*heads.indices(self.kv_heads)[:2])
+        k_shd, v_shd = self.layer(layer)
         assert kept.kept_ht.shape == (own.stop - own.start, span.length)
         with self.slots.writing(sequence_id, span) as runs:
             place = KeptSpan(span=span, heads=own, kept_ht=kept.kept_ht, slots=tuple(runs))
-            place.write(self._k_by_layer[layer], kept.k_nd)
-            place.write(self._v_by_layer[layer], kept.v_nd)
+            place.write(k_shd, kept.k_nd)
+            place.write(v_shd, kept.v_nd)
             self.slots.narrow(layer, sequence_id, place)
 
     def narrowed(self, layer: int, sequence_id: int) -> bool:
@@ -107,7 +134,7 @@ class KvPool:
 
     def kept_blocks(self, layer: int, sequence_id: int) -> list[KvBlock]:
         """Return all that `write_kept` has stored of a sequence in a layer."""
-        k, v = self._k_by_layer[layer], self._v_by_layer[layer]
+        k, v = self.layer(layer)
         return [
             KvBlock(heads, k[slots.start : slots.stop, heads], v[slots.start : slots.stop, heads])
             for place in self.slots.kept(layer, sequence_id)
@@ -126,16 +153,27 @@ class KvPool:
     def read(self, layer: int, sequence_id: int, span: Span) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values of a written span, by position, as `read_pinned`
         does."""
-        return self._read_slots(layer, self.slots.by_position(sequence_id, span), ALL_HEADS)
+        slots = self._slots_of(layer).by_position(sequence_id, span)
+        return self._read_slots(layer, slots, ALL_HEADS)
 
     def write_slots(self, layer: int, slots_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
         """Store a layer's keys and values of single tokens: one copy for a whole batch."""
-        self._k_by_layer[layer].index_copy_(0, slots_t, k_thd)
-        self._v_by_layer[layer].index_copy_(0, slots_t, v_thd)
+        k_shd, v_shd = self.layer(layer)
+        k_shd.index_copy_(0, slots_t, k_thd)
+        v_shd.index_copy_(0, slots_t, v_thd)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values of all sequences, (slots, kv heads, head dim) each."""
-        return self._k_by_layer[layer], self._v_by_layer[layer]
+        return self._by_layer[layer]
+
+    def ring(self, sequence_id: int, span: Span, window: int) -> NearRing:
+        """Return the ring of a sequence that has these positions in layers with a window."""
+        assert self.window_slots is not None, "layers with a window are like the others"
+        return NearRing(window, span.start, self.window_slots.by_position(sequence_id, span))
+
+    def _slots_of(self, layer: int) -> SlotAllocator:
+        near = self.window_slots
+        return near if near is not None and layer in self.windowed else self.slots
 
     def _on_device(self, numbers: slice | SlotIndices) -> slice | Tensor:
         if isinstance(numbers, slice):
@@ -150,6 +188,32 @@ class KvPool:
         return k_shd[slots_t], v_shd[slots_t]
 
 
+class NearRing:
+    """The slots of a sequence in layers with a window, at its master: positions take them in turns,
+    so that each replaces the one that has left the window.
+
+    Args:
+        first: first position.
+        slots: as many as the window has positions, or one for each position if they are fewer.
+    """
+
+    def __init__(self, window: int, first: int, slots: SlotIndices) -> None:
+        self._window, self._first = window, first
+        self._slots = slots.tolist()
+        self._runs = runs_of(slots)
+
+    def slot(self, position: int) -> int:
+        """Return the slot of a position."""
+        slot: int = self._slots[(position - self._first) % len(self._slots)]
+        return slot
+
+    def runs_behind(self, hidden: int) -> list[range]:
+        """Return the runs of slots with the window of the row for which `hidden` is the last
+        position before it; the row's own position is written."""
+        # No slot is left out once positions take slots again: all of them are in the window.
+        return list(first_slots(self._runs, hidden + self._window + 1 - self._first))
+
+
 class SlotsOfSequence:
     """The slots of one sequence's KV in a pool, as its answer grows.
 
@@ -157,6 +221,7 @@ class SlotsOfSequence:
         layers: layers that are going to be read.
         seen: spans of positions; those that lie here have been written in all layers.
         answer: spans of positions whose slots `append` takes one after the other.
+        ring: slots in layers with a window; None if these are like the others, or not here.
     """
 
     def __init__(
@@ -166,12 +231,14 @@ class SlotsOfSequence:
         layers: Iterable[int],
         seen: Sequence[Span],
         answer: Sequence[Span] = (),
+        ring: NearRing | None = None,
     ) -> None:
         self._kept = {
             layer: pool.kept_blocks(layer, sequence_id)
             for layer in layers
             if pool.narrowed(layer, sequence_id)
         }
+        self.ring = ring
         slots = self._slots = pool.slots
         self._seen = [run for span in seen if span.length for run in slots.runs(sequence_id, span)]
         """Runs of slots whose positions ascend."""
@@ -204,6 +271,8 @@ class SlotsOfSequence:
     def runs_behind(self, position: int) -> list[range]:
         """Return the runs of slots with positions behind this one, in a layer without kept
         tokens."""
+        if self.ring is not None:
+            return self.ring.runs_behind(position)
         return self._slots.behind([*self._seen, *self._answer], position)
 
     def blocks(self, layer: int) -> Sequence[KvBlock]:

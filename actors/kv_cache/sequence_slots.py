@@ -145,7 +145,7 @@ class KeptSpan:
         return tuple(
             KeptBlock(heads, slots)
             for heads, count in self._equal_heads
-            for slots in _first(self.slots, count)
+            for slots in first_slots(self.slots, count)
         )
 
     def write(self, pool_shd: Tensor, x_nd: Tensor) -> None:
@@ -155,7 +155,7 @@ class KeptSpan:
             end = begin + count * (heads.stop - heads.start)
             x_htd = x_nd[begin:end].view(-1 if count else 0, count, x_nd.shape[1])
             done = 0
-            for slots in _first(self.slots, count):
+            for slots in first_slots(self.slots, count):
                 rows_htd = x_htd[:, done : done + len(slots)]
                 pool_shd[slots.start : slots.stop, heads].copy_(rows_htd.transpose(0, 1))
                 done += len(slots)
@@ -172,7 +172,7 @@ class KeptSpan:
         return tuple(runs)
 
 
-def _first(slots: Sequence[range], count: int) -> Iterator[range]:
+def first_slots(slots: Sequence[range], count: int) -> Iterator[range]:
     """Yield the first `count` slots as runs."""
     for run in slots:
         if count <= 0:

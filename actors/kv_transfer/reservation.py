@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -55,6 +55,12 @@ class Reservation:
     """Flag that no more KV is accepted: the sequence was freed, or wrong KV came."""
     waited: float = 0.0
     """Longest time in seconds that one of its senders has waited for a transfer slot."""
+    windowed: Set[int] = frozenset()
+    """Layers with a window that have slots of their own."""
+    near: Span = Span(0, 0)  # noqa: RUF009 - a span is frozen
+    """Positions of the prompt whose KV in these layers comes to this rank."""
+    ring: Span = Span(0, 0)  # noqa: RUF009
+    """First positions that take slots here in these layers."""
     launched: Launched | None = None
     """Work of the engine from before the reservation, which may still write to these slots what
     belonged there; None on a CPU."""
@@ -62,7 +68,9 @@ class Reservation:
     """Function that releases its transfer slots (`TransferSlots`), if it has or wants any."""
 
     def __post_init__(self) -> None:
-        self.missing = self.tokens * len(self.heads) * self.layers
+        near = len(self.windowed)
+        tokens = self.tokens * (self.layers - near) + self.near.length * near
+        self.missing = tokens * len(self.heads)
         self._first_s: float | None = None
         """Time at which the first KV arrived."""
         self._epoch = name_digest(self.request.epoch)
@@ -138,7 +146,8 @@ class Reservation:
             )
         if not self._promises(header):
             raise TransferError(
-                f"{header} is outside of what this rank reserved: {self.spans}, heads "
+                f"{header} is outside of what this rank reserved: "
+                f"{self._spans_of(header.layer)}, heads "
                 f"{self.heads}, {self.layers} layers"
             )
         if not self._expects(narrowed=header.kept is not None, layer=header.layer):
@@ -156,12 +165,15 @@ class Reservation:
         self.missing -= header.entries
 
     def _left_of(self, layer: int, head: int) -> tuple[Span, ...]:
-        return self._left.get((layer, head), self.spans)
+        return self._left.get((layer, head), self._spans_of(layer))
+
+    def _spans_of(self, layer: int) -> tuple[Span, ...]:
+        return (self.near,) if layer in self.windowed else self.spans
 
     def _promises(self, header: KvHeader) -> bool:
         span, heads = header.span, header.heads
         return (
-            any(own.intersection(span) == span for own in self.spans)
+            any(own.intersection(span) == span for own in self._spans_of(header.layer))
             and span.length > 0
             and self.heads.start <= heads.start < heads.stop <= self.heads.stop
             and 0 <= header.layer < self.layers

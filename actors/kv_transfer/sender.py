@@ -32,7 +32,8 @@ from csps.actors.timing.device_pace import launched_so_far
 from csps.actors.timing.timeline import PhaseEvent
 from csps.models.network.spec import ModelSpec, kv_head_range
 from csps.protocols.core.errors import ConfigError, TransferError
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import KvSlice, Span, near_ring, own
+from csps.protocols.gang.step_messages import PrefillChunk
 
 READY_POLL_S = 0.001
 """Seconds between two checks whether a GPU has written what is to be sent next."""
@@ -347,20 +348,31 @@ _log = logging.getLogger(__name__)
 
 
 def destinations_of(
-    connection: KvConnection, spec: ModelSpec, rank: int, part: LocalChunk
+    connection: KvConnection, spec: ModelSpec, rank: int, part: LocalChunk, layer: int
 ) -> Iterator[tuple[int, Span, range]]:
-    """Yield (peer, span, KV heads) that this prefill rank has to send of a local chunk."""
+    """Yield (peer, span, KV heads) that this prefill rank has to send of a local chunk, in a
+    layer."""
     tp_rank = connection.prefill.tp_rank_of(rank)
     decode = connection.decode
-    for kv_slice in part.chunk.destinations:
+    for kv_slice in _slices_of(part.chunk, spec.window_of(layer)):
         span = kv_slice.span.intersection(part.span)
-        if not span.length or kv_slice.source:
+        if not span.length:
             continue
         for receiver in decode.ranks_of(kv_slice.instance):
             wanted = kv_head_range(spec, decode.tp_rank_of(receiver), decode.tp)
             heads = heads_to_deliver(spec, tp_rank, connection.prefill.tp, wanted)
             if heads:
                 yield connection.decode_peers[receiver], span, heads
+
+
+def _slices_of(chunk: PrefillChunk, window: int | None) -> Iterator[KvSlice]:
+    """Yield where the KV of a chunk's sequence is to be sent, in a layer with this window."""
+    if window is None or chunk.near_to is None:
+        yield from own(chunk.destinations)
+        return
+    prompt = max(kv_slice.stop for kv_slice in chunk.destinations)
+    # Cached KV of the gang is that of other layers only: this is sent whether it is cached or not.
+    yield KvSlice.of(chunk.near_to, near_ring(window, prompt, prompt))
 
 
 def heads_to_deliver(spec: ModelSpec, tp_rank: int, tp: int, wanted: range) -> range:
@@ -432,7 +444,8 @@ class KvSender:
         sequence_id = part.chunk.sequence_id
         ready = launched_so_far(self._pool.k.device)
         pinned = tracker.pin(sequence_id, part.span)
-        for peer, span, heads in destinations_of(self.connection, self._spec, self._rank, part):
+        found = destinations_of(self.connection, self._spec, self._rank, part, layer)
+        for peer, span, heads in found:
             rows = part.span.rows_of(span)
             columns = slice(heads.start - self._heads.start, heads.stop - self._heads.start)
             self._queues[peer].post(

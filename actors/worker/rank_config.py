@@ -26,6 +26,8 @@ class RankConfig:
     """Id that is new for every incarnation of a gang."""
     kv_slots: int
     """Tokens that the rank's KV pool can hold."""
+    window_slots: int = 0
+    """Tokens that it can hold in layers with a sliding window; 0: as many as in other layers."""
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 1

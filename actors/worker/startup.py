@@ -64,6 +64,8 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         head_dim=spec.head_dim,
         dtype=dtype,
         device=mesh.device,
+        windowed=spec.near_layers if config.window_slots else frozenset(),
+        window_slots=config.window_slots,
     )
     engine = Engine(
         network=network,

@@ -55,8 +55,8 @@ included. What ranks exchange there depends on how they share the work:
 
 Of Mistral's models, only 7B v0.1 has a window; `sliding_window` of the others is null. Sparse
 attention drops nothing in layers with a window. While decoding, ranks that hold no KV in the
-window are not asked. The KV of all tokens stays in all layers, so a prefix hit is exact, and memory
-is that of a model without windows.
+window are not asked. The KV of all tokens stays in all layers, so a prefix hit is exact; of the
+decode gang, these layers [may have slots of their own](#memory-of-layers-with-a-window).
 
 ## Served
 """
@@ -105,28 +105,61 @@ and `csps serve` say how much before anything is loaded.
 NEAR_KV = """\
 ## Memory of layers with a window
 
-A slot of the KV pool is one token in all layers, those with a window included. So KV takes as much
-memory as without windows, although in half of the layers (gpt-oss) or five sixths of them (Gemma 3)
-only the next tokens read it. A second pool would hold the windowed layers. What follows is its
-design; it is not built.
+By default, a slot of the KV pool is one token in all layers, those with a window included. So KV
+takes as much memory as without windows, although few tokens read most of it. This setting gives
+layers with a window slots of their own on the decode gang:
 
-- **Where.** While a sequence decodes, its near KV lies at the master alone, in a ring of `window`
-  slots of the second pool. Nobody is asked in windowed layers then. A prefill step leaves the last
-  `window - 1` positions of each chunk with the members that computed them, for the next chunk
-  (`near_keys.py` finds them as history).
-- **Ledger.** An instance has two counts: a reservation takes slots for prompt and answer on the
-  holders as today, and `min(window, prompt + answer)` near slots on the master. Admission needs
-  both.
-- **Transfer and moves.** Windowed layers send the last window, to the master, behind the last
-  chunk. A move sends it with its last entry.
-- **Prefix cache.** Recomputing the last window before a hit is *not* exact. The near keys of a
-  position depend on the windowed layers below, so a hit has to compute `window - 1` tokens for each
-  windowed layer again: 2,300 for gpt-oss-120b, which is cheap, and 53,000 for Gemma 3 27B, which is
-  not. So `retain` also keeps near KV: of the last window of a sequence, and at every 16,384th
-  position while the pool has room. A hit ends where near KV was kept, or begins its recomputation
-  there; the prefix tree stores these positions beside its blocks, and evicts them on their own.
-- **Policies** see the second count as one more limit on starts, and change nothing else.
+```yaml
+decode: {{window_slots: auto}}
+```
+
+{table}
+
+- **Slots.** At its master, a request takes `window` of these slots, or fewer if prompt and answer
+  are shorter. A new token replaces the one that has left the window. `kv_slots` then counts tokens
+  in the other layers only, so the same memory holds more of them. `csps check-config` says how many
+  bytes either takes.
+- **Limit.** A request starts when its master has slots of both kinds. `auto` is enough for
+  `scheduling.max_batch` requests; a smaller number limits how many decode at a time.
+- **Transfer.** In these layers, only the KV in the last window of a prompt is sent, to the master.
+  While decoding, no rank is asked about these layers.
+- **The prefix cache stays exact, and nothing is computed again.** The prefill gang keeps KV of all
+  layers. The decode gang keeps that of the other layers, and gets the last window again with each
+  turn.
+- **Not with** elastic gangs, `chunked_prefill` and `decode.prefill_tokens_max`: there a gang
+  computes tokens behind cached KV itself, for which it would need all layers. The settings refuse
+  them together.
+
+The prefill gang has one kind of slots. With the second kind, a hit would have to end where near KV
+was kept, or compute tokens again: the near KV of a position depends on the windowed layers below
+it, so it takes `window - 1` tokens for each of them, 2,286 for gpt-oss-120b and 53,196 for Gemma 3
+27B.
 """
+
+_NEAR_SHAPES = (
+    ("gpt-oss-20b", 24, 12, 128, 8, 64),
+    ("gpt-oss-120b", 36, 18, 128, 8, 64),
+    ("Gemma 3 27B", 62, 52, 1024, 16, 128),
+    ("Mistral 7B v0.1", 32, 32, 4096, 8, 128),
+)
+"""Name, layers, those with a window, the window, KV heads and head size."""
+
+
+def _near_kv() -> str:
+    """Return the section about slots of layers with a window."""
+    rows = []
+    for name, layers, near, window, kv_heads, head_dim in _NEAR_SHAPES:
+        layer = 2 * kv_heads * head_dim * 2
+        sizes = (layer * layers, layer * (layers - near), layer * near * window)
+        rows.append((name, str(window), *(_size(size) for size in sizes)))
+    columns = ("bfloat16", "window", "a token", "with `window_slots`", "and for a request")
+    return NEAR_KV.format(table=_table(columns, rows).rstrip())
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes in KiB, or in MiB from one on."""
+    return f"{count / 2**20:g} MiB" if count >= 2**20 else f"{count / 2**10:g} KiB"
+
 
 REFUSED_TEXT = """\
 ## Refused
@@ -152,7 +185,7 @@ def models_page() -> str:
         _table(("class", "such as", "layers", "limits"), served),
         LONGER.format(scalings=_listed(SCALINGS), keys=_listed(OVERRIDABLE)),
         QUANTIZED.format(floats=_listed(FLOATS), formats=_formats()),
-        NEAR_KV,
+        _near_kv(),
         REFUSED_TEXT,
         _table(("class", "because"), refused),
     ]

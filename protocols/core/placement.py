@@ -112,6 +112,19 @@ class Span:
         return slice(first, first + (part.length - 1) * step + 1, step)
 
 
+def near_ring(window: int, prompt_tokens: int, stop: int) -> Span:
+    """Return the first positions that take slots in layers with a window, at the master of a
+    sequence that decodes; later ones take the same slots again, in turns.
+
+    Args:
+        window: positions that a row sees, its own included.
+        prompt_tokens: positions before the first that is decoded.
+        stop: end of the positions that ever have KV.
+    """
+    first = max(0, prompt_tokens - window + 1)
+    return Span(first, min(first + window, max(prompt_tokens, stop)))
+
+
 class SpanIndex:
     """Index of many spans that finds those which may intersect a given span.
 

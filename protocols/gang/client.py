@@ -240,6 +240,16 @@ class GangClient:
         )
 
     @property
+    def window(self) -> int:
+        """Positions that layers with slots of their own see; 0: there are none."""
+        return self.descriptions[0].window
+
+    @property
+    def window_slots(self) -> tuple[int, ...]:
+        """Slots in these layers by instance."""
+        return tuple(description.window_slots for description in self.descriptions[:: self.tp])
+
+    @property
     def locations(self) -> tuple[str, ...]:
         """Rack-Server-GPU ids of the instances, which are those of their first ranks."""
         return tuple(description.location for description in self.descriptions[:: self.tp])

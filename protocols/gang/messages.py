@@ -201,6 +201,10 @@ class RankDescription:
     location: str
     """Rack-Server-GPU id, for instance "0-3-1"."""
     kv_slots: int
+    window: int = 0
+    """Positions that layers with slots of their own see; 0: the rank has none."""
+    window_slots: int = 0
+    """Slots in these layers."""
     kv_bytes_per_token: int
     layers: int
     model: str
@@ -642,6 +646,8 @@ class RankStats:
     rank: int
     kv_slots: int
     kv_used: int
+    window_used: int = 0
+    """Slots in use in layers with a window, if these have slots of their own."""
     requests: int
     running: int
     waiting: int

@@ -51,6 +51,9 @@ class PrefillChunk(msgspec.Struct, frozen=True, gc=False):
     The first chunk that the sequence computes also sends its history, which others have computed.
     Slices with a source are at their destination already.
     """
+    near_to: int | None = None
+    """Decode instance that gets the KV of layers with a window: that in the last window of the
+    prompt, cached or not. None: it goes where that of other layers goes."""
     retain: bool = False
     """True if its KV stays after the transfer, until `retain`, `evict` or `cancel`.
 

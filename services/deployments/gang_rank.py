@@ -123,7 +123,7 @@ class GangRank:
 def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
     """Return the configuration of one rank."""
     # Imported here: the application is built by processes that do not need torch.
-    from csps.services.planning.memory import kv_slots
+    from csps.services.planning.memory import kv_slots, window_slots
 
     section = settings.gangs[role]
     check_gpus(settings)
@@ -137,6 +137,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         tp=section.tp,
         gang_id=gang.gang_id,
         kv_slots=kv_slots(role, settings),
+        window_slots=window_slots(role, settings),
         dtype=settings.dtype,
         device=resolve_device(settings.device, section.num_gpus),
         threads=section.threads,

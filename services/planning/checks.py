@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from csps.models.network.spec import read_spec
+from csps.models.network.spec import ModelSpec, read_spec
 from csps.models.tokenizers.chat_template import read_chat_template
 from csps.protocols.core.errors import ConfigError
 from csps.services.planning.memory import one_line
@@ -53,6 +53,7 @@ def check_settings(settings: Settings) -> None:
     with one_line("model" if template is None else f"chat_template: {template}"):
         read_chat_template(settings.model_dir, settings.chat_template)
     _check_lengths(settings, spec.max_positions)
+    _check_windows(settings, spec)
     if settings.http.body_silence_s > settings.http.body_deadline_s:
         raise ConfigError(
             f"http.body_silence_s is {settings.http.body_silence_s:g}, but the whole body has "
@@ -87,6 +88,21 @@ def _check_lengths(settings: Settings, positions: int) -> None:
         raise ConfigError(
             f"max_body_bytes is {settings.max_body_bytes}, which is too little for a prompt of "
             f"{prompt} tokens: raise it to {4 * prompt} or more"
+        )
+
+
+def _check_windows(settings: Settings, spec: ModelSpec) -> None:
+    given = settings.decode.window_slots if settings.elastic is None else None
+    if given is None or given == "auto":
+        return
+    if spec.window is None or not spec.near_layers:
+        raise ConfigError(
+            f"decode.window_slots is {given}, but no layer of the model has a window: remove it"
+        )
+    if given < spec.window:
+        raise ConfigError(
+            f"decode.window_slots is {given}, less than the window of {spec.window} tokens that "
+            f"one request takes: raise it to a multiple of {spec.window}, or set it to auto"
         )
 
 

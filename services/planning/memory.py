@@ -19,8 +19,9 @@ from csps.models.network.spec import ModelSpec, read_spec, tp_shard_of
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole
 from csps.services.planning.machine import GIB, main_memory
+from csps.services.scheduling.policies.registry import decode_options
 from csps.services.settings.devices import resolve_device
-from csps.services.settings.settings import Settings
+from csps.services.settings.settings import DecodeSettings, Settings
 
 RAY_BYTES = 7 * GIB // 8
 """Ray and its dashboard. This and the next two are measured, with common pages divided, rounded
@@ -38,9 +39,15 @@ class RankNeed:
     """Bytes of one rank on its device, by purpose."""
 
     weights: int
+    layer: int
+    """Bytes of keys and values of a token in one layer."""
     slot: int
-    """Bytes of one KV slot: keys and values of a token in all layers."""
+    """Bytes of one KV slot: keys and values of a token in all layers, without those that have slots
+    of their own."""
     slots: int
+    window_slot: int
+    """Bytes of a slot of these: keys and values of a token in all layers with a window."""
+    window_slots: int
     token: int
     """Bytes of temporaries for each token of a step; 0 if the rank computes no prompts."""
     temporaries: int
@@ -53,7 +60,12 @@ class RankNeed:
     @property
     def kv_cache(self) -> int:
         """Bytes of all slots."""
-        return self.slots * self.slot
+        return self.slots * self.slot + self.near
+
+    @property
+    def near(self) -> int:
+        """Bytes of the slots of layers with a window."""
+        return self.window_slots * self.window_slot
 
     @property
     def activations(self) -> int:
@@ -68,7 +80,7 @@ class RankNeed:
     @property
     def without_slots(self) -> int:
         """Bytes before the first slot."""
-        return self.weights + self.temporaries + self.fixed
+        return self.weights + self.near + self.temporaries + self.fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +179,12 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
         # The rest lies in the GPUs' own memory.
         return MemoryNeed(ranks=ranks, kv_transfer=transfers, largest=in_flight)
     rank = rank_need(role, settings)
-    slots, copies = ranks * rank.slots * (rank.slot + rank.token), ranks * rank.without_slots
+    slots = ranks * rank.slots * (rank.slot + rank.token)
+    copies = ranks * (rank.without_slots - rank.near)
     largest = max(
         in_flight,
         MemoryUse(name=f"{role}.kv_slots", value=rank.slots, bytes=slots),
+        MemoryUse(name=f"{role}.window_slots", value=rank.window_slots, bytes=ranks * rank.near),
         MemoryUse(name=f"{role}.instances", value=section.instances, bytes=copies),
         key=lambda setting: setting.bytes,
     )
@@ -212,6 +226,18 @@ def kv_slots(role: GangRole, settings: Settings) -> int:
     return auto_slots(role, settings, gpu_bytes)
 
 
+def window_slots(role: GangRole, settings: Settings) -> int:
+    """Return the slots of each instance of a gang in layers with a window; 0: they have none of
+    their own."""
+    section = settings.gangs[role]
+    given = section.window_slots if isinstance(section, DecodeSettings) else None
+    if given != "auto":
+        return given or 0
+    spec = read_spec(settings.model_dir, settings.model_overrides)
+    window = spec.window if spec.near_layers else None
+    return decode_options(settings.policy_options).max_batch * (window or 0)
+
+
 def auto_slots(role: GangRole, settings: Settings, gpu_bytes: int | None) -> int:
     """Return the slots of a gang's instances that `kv_slots: auto` stands for.
 
@@ -228,6 +254,11 @@ def auto_slots(role: GangRole, settings: Settings, gpu_bytes: int | None) -> int
     else:
         budget = _share_of_main_memory(settings)
         need = _without_slots(role, settings, on_gpu=False)
+    if not need.slot + need.token:
+        raise ConfigError(
+            f"{role}.kv_slots: auto finds no number: all layers have a window and "
+            f"{role}.window_slots, so these slots take no memory; set a number"
+        )
     slots = int(budget // (need.slot + need.token))
     if slots < 1:
         raise ConfigError(
@@ -260,10 +291,16 @@ def _without_slots(role: GangRole, settings: Settings, *, on_gpu: bool) -> RankN
     """Return the need of a rank of a gang that has no slots."""
     section = settings.gangs[role]
     spec = read_spec(settings.model_dir, settings.model_overrides)
+    layer = settings.element_bytes * _layer_elements(spec, section.tp)
+    apart = window_slots(role, settings)
+    near = len(spec.near_layers) if apart else 0
     return RankNeed(
         weights=rank_weights(role, settings).loaded_bytes,
-        slot=settings.element_bytes * _kv_elements(spec, section.tp),
+        layer=layer,
+        slot=layer * (spec.layers - near),
         slots=0,
+        window_slot=layer * near,
+        window_slots=apart,
         token=0 if role == "decode" else settings.element_bytes * _token_elements(spec, section.tp),
         temporaries=0
         if role == "decode"
@@ -277,9 +314,9 @@ def _transfer_bytes(role: GangRole, settings: Settings) -> int:
     return 0 if role == "elastic" else settings.kv_transfer.in_flight_bytes
 
 
-def _kv_elements(spec: ModelSpec, tp: int) -> int:
-    """Count the numbers that one rank stores for a token: keys and values, all layers."""
-    return 2 * spec.layers * len(tp_shard_of(spec, 0, tp).kv_heads) * spec.head_dim
+def _layer_elements(spec: ModelSpec, tp: int) -> int:
+    """Count the numbers that one rank stores for a token in a layer: keys and values."""
+    return 2 * len(tp_shard_of(spec, 0, tp).kv_heads) * spec.head_dim
 
 
 def _token_elements(spec: ModelSpec, tp: int) -> int:

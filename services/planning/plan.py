@@ -116,7 +116,7 @@ def _check_fits(role: GangRole, need: RankNeed, settings: Settings, device: Devi
     assert device.gpu_bytes is not None, "a core has no memory of its own"
     if need.total <= device.gpu_bytes:
         return
-    fitting = (device.gpu_bytes - need.without_slots) // (need.slot + need.token)
+    fitting = (device.gpu_bytes - need.without_slots) // max(1, need.slot + need.token)
     remedy = f"at most {fitting} fit" if fitting > 0 else f"raise {role}.tp, the weights do not fit"
     raise ConfigError(
         f"{role}.kv_slots is {settings.gangs[role].kv_slots}: a rank needs "
@@ -143,10 +143,10 @@ def _ttft_s(
     heads = 2 * (spec.heads + spec.kv_heads) * spec.head_dim / tp
     exchanged = own * heads * element * (spec.layers - near) * (instances - 1) / instances
     if instances > 1:
-        exchanged += near * min(own, spec.window or 0) * need.slot / spec.layers
+        exchanged += near * min(own, spec.window or 0) * need.layer
     # Two sums over the ranks of an instance in every layer, as rings.
     summed = own * 2 * 2 * spec.hidden * element * spec.layers * (tp - 1) / tp
-    last_layer = own * need.slot / spec.layers
+    last_layer = own * need.layer
     moved = (exchanged + summed + last_layer) / device.link_bytes_s
     first = need.weights / device.memory_bytes_s
     return float(computing / (instances * tp) + moved + first)
@@ -163,7 +163,7 @@ def _token_s(
     seen = in_windows + context * (spec.layers - near) / settings.decoding.instances
     parameters = _active_parameters(spec) + spec.vocab * spec.hidden
     passed = parameters * settings.element_bytes / settings.decoding.tp
-    read = min(need.weights, passed) + seen * need.slot / spec.layers
+    read = min(need.weights, passed) + seen * need.layer
     return float(read / device.memory_bytes_s)
 
 
@@ -193,6 +193,12 @@ def lines(plan: Plan) -> Iterator[str]:
     for role, need in plan.ranks.items():
         sizes = (need.weights, need.kv_cache, need.activations, need.fixed, need.total)
         yield f"{role:<10}" + "".join(f"{_size(size):>11}" for size in sizes) + f"   {need.slots}"
+    for role, need in plan.ranks.items():
+        if need.window_slots:
+            yield (
+                f"{_size(need.near)} of the KV of {role} are {need.window_slots} slots in layers "
+                f"with a window; in the others a slot takes {need.slot} bytes"
+            )
     transfers = max(need.kv_transfer for need in plan.ranks.values())
     if transfers:
         yield f"and {_size(transfers)} of main memory for KV in transfer to or from each rank"

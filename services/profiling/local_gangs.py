@@ -32,7 +32,7 @@ from csps.protocols.gang.messages import (
     SlotsFreed,
 )
 from csps.protocols.rpc.schema import pack, unpack
-from csps.services.planning.memory import kv_slots
+from csps.services.planning.memory import kv_slots, window_slots
 from csps.services.settings.devices import resolve_device
 from csps.services.settings.settings import Settings
 
@@ -283,6 +283,7 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
             tp=section.tp,
             gang_id=gang_id,
             kv_slots=kv_slots(role, settings),
+            window_slots=window_slots(role, settings),
             dtype=settings.dtype,
             device=resolve_device(settings.device, section.num_gpus),
             threads=section.threads,

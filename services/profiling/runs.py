@@ -3,6 +3,7 @@ fitted."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,6 +91,8 @@ class GangLimits:
     """Slots of one instance."""
     max_positions: int
     """Positions of one request."""
+    masters: int = sys.maxsize
+    """Requests that one instance can sample, by its slots in layers with a window."""
 
 
 def prefill_runs(limits: GangLimits, *, quick: bool) -> list[PrefillRun]:
@@ -155,6 +158,7 @@ def decode_runs(
         and batch * context <= DECODE_TOKENS
         # Every instance stores a slice of every prompt, and the answers whose master it is.
         and batch * -(-context // sp) + -(-batch // sp) * answer <= limits.kv_slots
+        and -(-batch // sp) <= limits.masters
     ]
     return sorted(runs, key=lambda run: (run.context * run.batch, run.sp, run.batch))
 

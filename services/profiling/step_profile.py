@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from csps.configurator.model.scaling_information_base import ScalingInformationB
 from csps.models.network.spec import read_spec
 from csps.protocols.gang.members import GangRole
 from csps.services.measured.fits import DECODE, EXACT
-from csps.services.planning.memory import kv_slots
+from csps.services.planning.memory import kv_slots, window_slots
 from csps.services.profiling.local_gangs import LocalGangs, open_local_gangs
 from csps.services.profiling.runs import (
     DecodeRun,
@@ -122,11 +123,13 @@ class StepProfile:
         ]
 
     def _limits(self, role: GangRole) -> GangLimits:
-        longest = read_spec(self._settings.model_dir, self._settings.model_overrides).max_positions
+        spec = read_spec(self._settings.model_dir, self._settings.model_overrides)
+        longest, apart = spec.max_positions, window_slots(role, self._settings)
         return GangLimits(
             instances=self._settings.gangs[role].instances,
             kv_slots=kv_slots(role, self._settings),
             max_positions=min(longest, self._settings.max_positions or longest),
+            masters=apart // (spec.window or 1) if apart else sys.maxsize,
         )
 
     def _last_key(self, run: Run) -> tuple[object, ...]:

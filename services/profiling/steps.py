@@ -283,8 +283,14 @@ async def _fill(
         )
         await gangs.decode.call_all("reserve", pack(request))
     chunks = [
-        PrefillChunk(sequence_id, 0, run.context, destinations=slices)
-        for sequence_id in sequence_ids
+        PrefillChunk(
+            sequence_id,
+            0,
+            run.context,
+            destinations=slices,
+            near_to=position % run.sp if gangs.decode.window else None,
+        )
+        for position, sequence_id in enumerate(sequence_ids)
     ]
     fits = sum(gangs.prefill.capacities) - gangs.prefill.instances
     at_once = max(1, min(STEP_TOKENS, fits) // run.context)

@@ -109,6 +109,8 @@ class _View:
             "kv_slots": instance.capacity,
             "kv_used": instance.used - instance.reclaimable,
             "kv_cached": instance.reclaimable,
+            "window_slots": instance.window_slots,
+            "window_used": instance.window_used,
             "decoding": instance.mastered,
             "free_in_ms": max(0.0, (instance.free_at_ns - self.now_ns) / MS),
             "steps": [self.step(step) for step in islice(instance.steps.values(), MOST_STEPS)],

@@ -111,12 +111,15 @@ def token_bytes(tokens: NDArray[np.int32]) -> bytes:
 def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -> LiveSequence:
     """Return the record of a sequence for which no rank was asked anything yet."""
     reserved = command.message
+    receiving = {kv_slice.instance for kv_slice in own(reserved.slices)}
+    if decode.window > 1 and reserved.slices:
+        receiving.add(reserved.master)
     return LiveSequence(
         command=command,
         placement=reserved,
         handle=handle,
         decode=decode,
-        pending_kv=PendingRanks(decode, [kv_slice.instance for kv_slice in own(reserved.slices)]),
+        pending_kv=PendingRanks(decode, receiving),
         pending_free=PendingRanks(decode, decode_slots(reserved, reserved.output_tokens)),
         first_index=handle.timings.tokens,
         next_index=handle.timings.tokens,

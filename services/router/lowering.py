@@ -96,6 +96,7 @@ def _chunk_in_gang(chunk: PrefillChunk) -> PrefillChunk:
         history=in_gang(chunk.history),
         placement=in_gang(chunk.placement),
         destinations=in_gang(chunk.destinations),
+        near_to=None if chunk.near_to is None else index_of(chunk.near_to),
     )
 
 

@@ -153,9 +153,12 @@ def gang_up(gang_number: GangId, gang: GangClient, *, generation: int) -> GangUp
         may_decode=gang.role != "prefill",
         tp=gang.tp,
         instances=tuple(
-            InstanceUp(location=location, kv_slots=slots)
-            for location, slots in zip(gang.locations, gang.capacities, strict=True)
+            InstanceUp(location=location, kv_slots=slots, window_slots=window_slots)
+            for location, slots, window_slots in zip(
+                gang.locations, gang.capacities, gang.window_slots, strict=True
+            )
         ),
         max_positions=min(description.max_positions for description in gang.descriptions),
         kv_bytes_per_token=max(description.kv_bytes_per_token for description in gang.descriptions),
+        window=gang.window,
     )

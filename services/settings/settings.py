@@ -30,7 +30,7 @@ from csps.protocols.core.topology import Topology
 from csps.protocols.gang.members import GangRole
 from csps.protocols.rpc.tls import Tls, TlsFiles
 from csps.services.requests.request_spec import ApiKey
-from csps.services.scheduling.policies.registry import check_pairing, make_policy
+from csps.services.scheduling.policies.registry import check_pairing, in_iterations, make_policy
 from csps.services.settings.hub import cached_model, download_hint, is_hub_id
 from csps.services.settings.processor import multiplies_bf16
 from csps.services.settings.vllm_options import hint_of
@@ -127,6 +127,10 @@ class DecodeSettings(GangSettings):
 
     kv_slots: Slots = 65_536
     """Tokens whose KV an instance can store; a request may be spread over several."""
+    window_slots: Slots | None = None
+    """Tokens whose KV an instance can store in layers with a sliding window. A request takes as
+    many as the window has, on one instance; `auto` is enough for `scheduling.max_batch` requests.
+    None: as many as in other layers (`docs/models.md`)."""
     silence_deadline_s: Seconds = 120.0
     """Seconds of silence of an instance that owes tokens or slots, after which its gang is
     replaced."""
@@ -539,6 +543,22 @@ class Settings(SettingsSection):
                 make_policy(self.scheduling.policy, self.policy_options)
             except ConfigError as error:
                 raise ValueError(f"decode.{PIGGYBACK_OPTION}: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _without_near_kv_no_prompts_are_decoded_on(self) -> Self:
+        if self.elastic is not None or self.decode.window_slots is None:
+            return self
+        if self.decode.prefill_tokens_max:
+            raise ValueError(
+                f"decode.{PIGGYBACK_OPTION}: with decode.window_slots, the gang lacks KV before "
+                "ends of prompts; remove one of them"
+            )
+        if in_iterations(self.scheduling.policy):
+            raise ValueError(
+                f"decode.window_slots: policy {self.scheduling.policy} computes prompts beside "
+                "decoding, behind KV that the gang would lack; remove it, or choose another policy"
+            )
         return self
 
     @model_validator(mode="after")

@@ -103,6 +103,8 @@ class Talk:
     """Sequence ids for the turns."""
     prefilled: KnownKv = field(default_factory=KnownKv)
     decoded: KnownKv = field(default_factory=KnownKv)
+    longest: int = 5
+    """Most tokens of an answer."""
     rode: bool = False
     """Flag that the last turn was piggybacked."""
 
@@ -115,7 +117,7 @@ class Talk:
     async def go_through(self, model: Path) -> None:
         """Run all turns."""
         for sequence_id in self.sequence_ids:
-            tokens = self.rng.randint(1, 5)
+            tokens = self.rng.randint(1, self.longest)
             request = self._request(sequence_id, tokens)
             if self.rng.random() < 0.15:
                 await self._give_up(request)
@@ -160,7 +162,8 @@ class Talk:
 
     async def _run_turn(self, request: Request) -> list[int]:
         cell = self.cell
-        self.rode = self.plan.rides and self.decoded.prefix > 0
+        # Without all KV before the end of a prompt, a gang computes none.
+        self.rode = self.plan.rides and self.decoded.prefix > 0 and not cell.decode.window
         if self.rode:
             await reserve_piggybacked(cell, request)
             piggyback(cell, request, self.rng.randint(1, 30))
@@ -292,13 +295,18 @@ def within(slices: Sequence[KvSlice], stop: int) -> tuple[KvSlice, ...]:
     return tuple(cut for cut in cuts if cut.span.length)
 
 
-async def hold(cell: ThreadCell, model: Path, plans: Sequence[Plan]) -> None:
-    """Run conversations beside each other and check that nothing is left."""
+async def hold(cell: ThreadCell, model: Path, plans: Sequence[Plan], *, longest: int = 5) -> None:
+    """Run conversations beside each other and check that nothing is left.
+
+    Args:
+        longest: most tokens of an answer.
+    """
     first = 1
     talks = []
     for plan in plans:
         text = prompt_of(random.Random(plan.seed).randint(2, 40), plan.seed)
-        talks.append(Talk(cell, plan, text, list(range(first, first + plan.turns))))
+        sequence_ids = list(range(first, first + plan.turns))
+        talks.append(Talk(cell, plan, text, sequence_ids, longest=longest))
         first += plan.turns
     await asyncio.gather(*(talk.go_through(model) for talk in talks))
     await asyncio.gather(*(talk.end() for talk in talks))

@@ -19,7 +19,7 @@ from csps.actors.attention.base.engine import Engine
 from csps.actors.kv_cache.kv_pool import KvPool, ResidentRows, SlotsOfSequence
 from csps.actors.kv_cache.sequence_slots import KeptKv
 from csps.actors.kv_cache.slot_allocator import NotHeld
-from csps.protocols.core.placement import Span
+from csps.protocols.core.placement import Span, near_ring
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS = 3, 2, 4, 64
 SEQUENCE_ID = 1
@@ -218,3 +218,50 @@ def test_the_next_owner_of_the_slots_sees_nothing() -> None:
     pool.slots.free_sequence(SEQUENCE_ID)
     pool.slots.allocate(SEQUENCE_ID, [span(0, 4)])
     assert not pool.narrowed(1, SEQUENCE_ID)
+
+
+# --- layers with a window --------------------------------------------------------------------
+
+
+@given(
+    window=st.integers(1, 9),
+    prompt=st.integers(1, 25),
+    answer=st.integers(1, 40),
+    taken=st.sets(st.integers(0, 19), max_size=11),
+)
+def test_a_ring_has_the_window_of_every_row(
+    window: int, prompt: int, answer: int, taken: set[int]
+) -> None:
+    """Wherever slots are free, and although each token replaces one."""
+    pool = KvPool(
+        layers=3,
+        slots=1,
+        kv_heads=1,
+        head_dim=1,
+        dtype=torch.float64,
+        device="cpu",
+        windowed=frozenset({1, 2}),
+        window_slots=20,
+    )
+    slots = pool.window_slots
+    assert slots is not None
+    for other in range(20):
+        slots.allocate(100 + other, [span(0, 1)])
+    for other in range(20):
+        if other not in taken:
+            slots.free_sequence(100 + other)
+    positions = near_ring(window, prompt, prompt + answer)
+    slots.allocate(SEQUENCE_ID, [positions])
+    assert slots.used - len(taken) == min(window, answer + min(prompt, window - 1))
+    ring = pool.ring(SEQUENCE_ID, positions, window)
+    before = positions.intersection(span(0, prompt))
+    values = torch.tensor(list(before.positions), dtype=torch.float64).view(-1, 1, 1)
+    pool.write(2, SEQUENCE_ID, before, values, -values)
+    for position in range(prompt, prompt + answer):
+        value = torch.full((1, 1, 1), position, dtype=torch.float64)
+        pool.write_slots(2, torch.tensor([ring.slot(position)]), value, -value)
+        runs = ring.runs_behind(position - window)
+        for tensor, sign in zip(pool.layer(2), (1, -1), strict=True):
+            seen = torch.cat([tensor[run.start : run.stop] for run in runs]).flatten() * sign
+            assert sorted(seen.tolist()) == list(range(max(0, position - window + 1), position + 1))
+    slots.check_integrity()

@@ -14,6 +14,7 @@ from greedy_reference import greedy_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
+from rank_kv import headers_sent, positions_of
 from small_blocks import blocks_of
 from strategy_ranks import LAYERS, Gangs, StrategyRanks, step_of
 from test_conversations import PLANS, Plan, hold
@@ -162,13 +163,82 @@ async def test_a_batch_is_built_again_when_a_rank_is_out_of_the_window(
     assert len(built) < 12, "29 tokens of one sequence"
 
 
+async def test_only_the_last_window_is_sent_and_only_the_master_has_it(tmp_path: Path) -> None:
+    """Whoever holds other layers; there are two of either kind."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = make_checkpoint(
+        tmp_path, "gpt_oss", sliding_window=7, num_hidden_layers=4, layer_types=kinds
+    )
+    request = Request(
+        sequence_id=1,
+        prompt=prompt_of(40),
+        slices=(KvSlice(2, 0, 20), KvSlice(1, 20, 40)),
+        sampling=Sampling(temperature=0, max_tokens=12),
+    )
+    async with thread_cell(model, prefill=2, decode=3, window_slots=7) as cell:
+        with headers_sent() as sent:
+            (tokens,) = await cell.generate(request, group=(0, 1))
+        assert tokens == greedy_tokens(model, request.prompt.tolist(), 12)
+        await cell.freed(1)
+        cell.check_idle()
+        spec = cell.decode_gang.ranks[0].engine.spec
+        queries, answers = (spec.heads * (spec.head_dim + more) * 4 for more in (0, 1))
+        """Bytes of a row's queries, and of its outputs with LSEs, fp32."""
+        assert [rank.engine.mesh.bytes_sent for rank in cell.decode_gang.ranks] == [
+            [0, 2 * 11 * queries, 2 * 11 * queries],
+            [2 * 11 * answers, 0, 0],
+            [2 * 11 * answers, 0, 0],
+        ]
+    assert [positions_of(sent, layer) for layer in range(4)] == [
+        list(range(34, 40)),
+        list(range(40)),
+    ] * 2
+
+
 # --- gangs ----------------------------------------------------------------------------------
 
+OF_QWEN2 = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 FAMILIES = [
     ("gpt_oss", {"sliding_window": 5}),
     ("mistral", {"sliding_window": 7}),
     pytest.param("gemma3_text", {"sliding_window": 6}, marks=pytest.mark.slow),
 ]
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        *FAMILIES,
+        pytest.param("qwen2", OF_QWEN2, marks=pytest.mark.slow),
+    ],
+)
+def test_any_conversations_with_a_pool_of_their_own(
+    tmp_path: Path, family: str, config: dict[str, Any], tp: int
+) -> None:
+    """Windowed layers have slots for two sequences on a rank. Turns begin with cached KV of the
+    other layers, answers are longer than windows, and answers end or are cancelled anywhere."""
+    model = make_checkpoint(tmp_path, family, **config)
+    slots = 2 * config["sliding_window"]
+
+    @settings(max_examples=examples(4))
+    @given(st.lists(PLANS, min_size=2, max_size=2), st.integers(1, 4 // tp), st.integers(1, 3))
+    def any_plans(plans: list[Plan], prefill: int, decode: int) -> None:
+        async def check() -> None:
+            async with thread_cell(
+                model,
+                prefill=prefill,
+                prefill_tp=tp,
+                decode=decode,
+                window_slots=slots,
+                quantum_ms=0.0,
+            ) as cell:
+                assert cell.decode.window == config["sliding_window"]
+                await hold(cell, model, plans, longest=20)
+
+        asyncio.run(check())
+
+    any_plans()
 
 
 @pytest.mark.slow

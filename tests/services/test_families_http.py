@@ -111,3 +111,56 @@ async def test_overrides_reach_the_ranks_and_the_limits(tmp_path: Path) -> None:
         assert answer["choices"][0]["text"] == text
         card = (await server.client.get("/v1/models")).json()["data"][0]
         assert card["max_model_len"] == 256
+
+
+IN_STEPS = [
+    ("gpt_oss", "csps"),
+    *(
+        pytest.param(family, policy, marks=pytest.mark.slow)
+        for family, policy in (
+            *(("mistral", "csps"), ("qwen2", "csps"), ("gemma3_text", "csps")),
+            *(("gpt_oss", "context_parallel"), ("gpt_oss", "fixed_sp"), ("gpt_oss", "tetris")),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "policy"), IN_STEPS)
+async def test_answers_are_the_same_where_windows_have_slots_of_their_own(
+    tmp_path: Path, family: str, policy: str
+) -> None:
+    """Of five requests at a time, each instance has room for one in these layers. The next turns
+    begin behind cached KV of the other layers."""
+    model = make_checkpoint(tmp_path, family, **WINDOWS[family])
+    tokenizer = Tokenizer(model)
+
+    def check(answer: dict[str, Any], prompt: list[int]) -> None:
+        assert answer["choices"][0]["text"] == tokenizer.decode(
+            greedy_tokens(model, prompt, TOKENS)
+        )
+
+    async with served(
+        model,
+        policy=policy,
+        options=None if policy == "csps" else {},
+        kv_slots=4096,
+        window_slots=70,
+        reuse=True,
+    ) as server:
+        prompts = [random_tokens(length, seed=length) for length in (20, 63, 64, 150, 700)]
+        answers = await asyncio.gather(*(ask(server, prompt) for prompt in prompts))
+        for answer, prompt in zip(answers, prompts, strict=True):
+            check(answer, prompt)
+        for turn in range(2):
+            longer = [*prompts[-1], *random_tokens(40 + turn * 90, seed=turn)]
+            answer = await ask(server, longer)
+            check(answer, longer)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
+            prompts.append(longer)
+        instances = server.service._scheduler._gangs.instances.values()
+        await eventually(lambda: not any(instance.window_used for instance in instances))
+        for rank in server.gangs[1].ranks:
+            near = rank.engine.pool.window_slots
+            assert near is not None
+            near.check_integrity()
+            assert near.used == 0

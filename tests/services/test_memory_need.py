@@ -11,11 +11,13 @@ from tiny_checkpoints import FAMILIES, make_checkpoint
 
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.models.checkpoints.loading import load_network
+from csps.models.network.spec import read_spec
 from csps.protocols.core.errors import ConfigError
 from csps.services.launch import preflight
 from csps.services.launch.deploy_config import read_config
+from csps.services.planning.checks import check_settings
 from csps.services.planning.machine import GIB
-from csps.services.planning.memory import MemoryNeed, memory_need
+from csps.services.planning.memory import MemoryNeed, memory_need, rank_need
 from csps.services.settings.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +64,68 @@ def test_weights_and_kv_are_what_ranks_allocate(
     assert need.ranks == 3 * tp + 2
     assert need.weights == 3 * tp * prefill[0] + 2 * decode[0]
     assert need.kv_cache == 3 * tp * prefill[1] + 2 * decode[1]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_slots_of_windows_are_what_ranks_allocate(family: str, tp: int, tmp_path: Path) -> None:
+    """In the last family, all layers have a window."""
+    model = make_checkpoint(tmp_path, family, sliding_window=12)
+    decode = {"instances": 3, "tp": tp, "kv_slots": 900}
+    plain, config = (
+        settings(model, decode={**decode, **more}) for more in ({}, {"window_slots": 70})
+    )
+    spec = read_spec(model)
+    pool = KvPool(
+        layers=spec.layers,
+        slots=900,
+        kv_heads=spec.kv_heads // tp,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+        device="cpu",
+        windowed=spec.near_layers,
+        window_slots=70,
+    )
+    found = sum(tensor.nbytes for layer in range(spec.layers) for tensor in pool.layer(layer))
+    need = rank_need("decode", config)
+    assert need.kv_cache == found < rank_need("decode", plain).kv_cache
+    prefill = 2 * rank_need("prefill", config).kv_cache
+    assert memory_need(config).kv_cache == 3 * tp * found + prefill
+    assert need.total - need.kv_cache == rank_need("decode", plain).weights + need.fixed
+    automatic = settings(
+        model, decode={"window_slots": "auto"}, scheduling={"policy": "csps", "max_batch": 7}
+    )
+    assert rank_need("decode", automatic).window_slots == 7 * 12
+    assert rank_need("prefill", automatic).window_slots == 0
+
+
+def test_a_window_has_to_fit(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "gpt_oss", sliding_window=12)
+    check_settings(settings(model, decode={"window_slots": 12}))
+    with pytest.raises(ConfigError, match="is 11, less than the window of 12 tokens"):
+        check_settings(settings(model, decode={"window_slots": 11}))
+
+
+def test_as_many_slots_as_fit_are_more_where_windows_have_their_own(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "gpt_oss", sliding_window=12)
+    gang = {"num_gpus": 1, "kv_slots": "auto"}
+    plain, config = (
+        rank_need(
+            "decode",
+            settings(model, device="auto", prefill=gang, decode={**gang, **more}),
+            gpu_bytes=80 * GIB,
+        )
+        for more in ({}, {"window_slots": 5000})
+    )
+    assert config.total <= 0.9 * 80 * GIB < config.total + config.slot
+    assert plain.slots < 1.99 * plain.slots < config.slots
+    mistral = make_checkpoint(tmp_path / "mistral", "mistral", sliding_window=12)
+    with pytest.raises(ConfigError, match="all layers have a window and "):
+        rank_need(
+            "decode",
+            settings(mistral, device="auto", decode={**gang, "window_slots": 5000}),
+            gpu_bytes=80 * GIB,
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -64,6 +64,16 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             "decode.prefill_tokens_max: kv_reuse.enabled is false, so no prefix is cached",
         ),
         (
+            {"decode": {"prefill_tokens_max": 9, "window_slots": "auto"}},
+            "decode.prefill_tokens_max: with decode.window_slots, the gang lacks KV before ends of",
+        ),
+        (
+            {"decode": {"window_slots": 9}, "scheduling": {"policy": "chunked_prefill"}},
+            "decode.window_slots: policy chunked_prefill computes prompts beside decoding",
+        ),
+        ({"decode": {"window_slots": 0}}, "decode.window_slots: must be a number of tokens from"),
+        ({**ELASTIC, "elastic": {"window_slots": 9}}, "elastic: unknown setting 'window_slots'"),
+        (
             {"kv_reuse": {"enabled": False, "files": {"path": "kv"}}},
             "kv_reuse: files: enabled is false, so there is no KV to save",
         ),

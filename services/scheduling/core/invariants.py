@@ -40,6 +40,20 @@ def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: Prefi
             f"ledger entries of instance {instance.id} sum to {slots}, counted {instance.used}"
         )
         assert 0 <= instance.used <= instance.capacity, f"instance {instance.id} is over capacity"
+        near = [slots for master, slots in sequences.window_slots.values() if master is instance]
+        assert sum(near) == instance.window_used <= instance.window_slots, (
+            f"slots in layers with a window of instance {instance.id}"
+        )
+    for sequence_id, (master, _) in sequences.window_slots.items():
+        sequence = sequences.by_id.get(sequence_id)
+        in_use = sequence is not None and master.id in sequence.unfreed
+        leaves = master.id in prefix.owing(master.gang, sequence_id)
+        assert in_use or leaves, f"sequence {sequence_id} has slots in layers with a window"
+    for sequence in sequences.by_id.values():
+        if sequence.decode.window and sequence.master.id in sequence.unfreed:
+            assert sequence.id in sequences.window_slots, (
+                f"sequence {sequence.id} has no slots in layers with a window"
+            )
 
 
 def _check_prefix(

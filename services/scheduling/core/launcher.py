@@ -324,6 +324,7 @@ def _chunk(sequence: Sequence, planned: PlannedChunk, history: tuple[KvSlice, ..
         history=history,
         placement=planned.placement,
         destinations=sequence.slices or (KvSlice(sequence.master.id, 0, request.prompt_tokens),),
+        near_to=sequence.master.id if sequence.decode.window and sequence.slices else None,
         retain=bool(sequence.retained_slices),
         last=planned.start + planned.length == request.prompt_tokens,
         decoded=request.output_tokens > 1,

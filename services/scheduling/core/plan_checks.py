@@ -44,7 +44,7 @@ from csps.services.scheduling.events.events import (
     gang_of,
 )
 from csps.services.scheduling.state.gangs import Gangs
-from csps.services.scheduling.state.ledger import coming_slots, decode_slots
+from csps.services.scheduling.state.ledger import coming_slots, decode_slots, window_slots
 from csps.services.scheduling.state.prefix_cache import PrefixCache
 from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request, Sequence
 
@@ -184,6 +184,8 @@ class PlanChecks:
         self._gangs, self._requests, self._prefix = gangs, requests, prefix
         self._slots: Slots = {}
         """Slots of all plans, with those of retained KV that they reuse."""
+        self._window_slots: Slots = {}
+        """Slots of all plans in layers with a window."""
         self._started: dict[RequestId, None] = {}
         self._replanned: dict[RequestId, None] = {}
         self._moved: set[SequenceId] = set()
@@ -197,6 +199,12 @@ class PlanChecks:
         for instance, count in self._slots.items():
             free = self._gangs.instances[instance].free_slots
             assert count <= free, f"decisions take {count} slots of {free} free ones on {instance}"
+        for instance, count in self._window_slots.items():
+            master = self._gangs.instances[instance]
+            free = master.window_slots - master.window_used
+            assert count <= free, (
+                f"decisions take {count} slots in layers with a window of {free} on {instance}"
+            )
         return checked
 
     def check_replans(self, replans: Iterable[tuple[Sequence, Replan]]) -> list[CheckedReplan]:
@@ -350,6 +358,7 @@ class PlanChecks:
         pairs = [pair for pair in self._gangs.pairs if pair.decode.id == gang]
         assert pairs, f"piggyback on gang {gang}, which is in no pair"
         assert piggyback.budget > 0, "a piggyback budget must be positive"
+        assert not pairs[0].decode.window, "a gang without the KV before a prompt's end"
         request = self._waiting(piggyback.placement.request_id)
         reused = reused_by_piggyback(piggyback, self._requests.live, self._prefix)
         self._count_reused(reused)
@@ -382,6 +391,8 @@ class PlanChecks:
         assert gang_of(placement.master) == gang, "an instance of another gang"
         slots = decode_slots(placement, request.output_tokens)
         self._take(slots, gang)
+        near = window_slots(pair.decode, placement, prompt, request.output_tokens)
+        self._window_slots[placement.master] = self._window_slots.get(placement.master, 0) + near
         return slots
 
     def _waiting(self, request: RequestId) -> Request:

@@ -418,11 +418,13 @@ class RequestEvents:
 
     def _freed(self, event: ev.Freed) -> None:
         self._gangs.note_heartbeat(event.instance)
+        self._sequences.free_window(event.sequence_id, event.instance)
         if (sequence := self._sequences.by_id.get(event.sequence_id)) is not None:
             self._sequences.freed(sequence, event.instance)
 
     def _retained(self, event: ev.Retained) -> None:
         self._gangs.note_heartbeat(event.instance)
+        self._sequences.free_window(event.sequence_id, event.instance)
         self._prefix.retained(event)
 
     def _finished(self, event: ev.Finished) -> None:

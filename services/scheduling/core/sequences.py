@@ -11,9 +11,22 @@ from csps.services.scheduling.events.commands import Cancel, SetGroup, ToGang
 from csps.services.scheduling.events.events import GangId, InstanceId, SequenceId
 from csps.services.scheduling.events.limits import Timers
 from csps.services.scheduling.state.gangs import Gangs
-from csps.services.scheduling.state.ledger import Ledger, coming_slots, decode_slots
+from csps.services.scheduling.state.ledger import (
+    Ledger,
+    coming_slots,
+    decode_slots,
+    window_slots,
+)
 from csps.services.scheduling.state.prefix_cache import PrefixCache
-from csps.services.scheduling.state.state import Gang, GangPair, PrefixRef, Request, Round, Sequence
+from csps.services.scheduling.state.state import (
+    Gang,
+    GangPair,
+    Instance,
+    PrefixRef,
+    Request,
+    Round,
+    Sequence,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +42,9 @@ class Sequences:
         self._joining: dict[GangId, list[Sequence]] = {}
         self.ledger = Ledger()
         self.by_id: dict[SequenceId, Sequence] = {}
+        self.window_slots: dict[SequenceId, tuple[Instance, int]] = {}
+        """Slots of sequences in layers with a window, with the master that has them. They are freed
+        with the sequence, while its other KV may be retained."""
         self.closed_now: dict[SequenceId, Sequence] = {}
         """Sequences that ended in this round: the executor delivered tokens without knowing it."""
 
@@ -58,6 +74,9 @@ class Sequences:
             decode_ref: reference to the KV that the placement reuses on a gang that only decodes.
         """
         unreceived = tokens_on(own(placement.slices))
+        if pair.decode.window > 1 and placement.slices:
+            # It gets the KV in the last window even if it has, or will have, no other.
+            unreceived.setdefault(placement.master, 0)
         sequence = self._new(request, pair, placement, slots, unreceived)
         sequence.decode_ref = decode_ref
         return self._reuse(sequence, prefill_ref, cached)
@@ -113,6 +132,12 @@ class Sequences:
         self.by_id[sequence.id] = sequence
         if slots:
             self.ledger.reserve(sequence.id, slots)
+            near = window_slots(
+                pair.decode, placement, request.prompt_tokens, request.output_tokens
+            )
+            if near:
+                master.window_used += near
+                self.window_slots[sequence.id] = master, near
             pair.decode.decoding[sequence.id] = sequence
             self._count_master(sequence, 1)
         return sequence
@@ -361,6 +386,14 @@ class Sequences:
         took_ns = self._round.now_ns - since_ns
         gang.decode_ns = (7 * (gang.decode_ns or took_ns) + took_ns) // 8
 
+    def free_window(self, sequence: SequenceId, instance: InstanceId) -> None:
+        """Note that a sequence has left the decode batch of an instance."""
+        master, slots = self.window_slots.get(sequence, (None, 0))
+        if master is not None and master.id == instance:
+            del self.window_slots[sequence]
+            master.window_used -= slots
+            self._round.stale = True
+
     def freed(self, sequence: Sequence, instance: InstanceId) -> None:
         """Note that an instance has freed the sequence."""
         if instance not in sequence.unfreed:
@@ -395,6 +428,11 @@ class Sequences:
     def drop(self, gang: Gang) -> list[Sequence]:
         """Drop a gang's slots; return the sequences that cannot go on without it."""
         self.ledger.drop(gang)
+        self.window_slots = {
+            sequence: entry
+            for sequence, entry in self.window_slots.items()
+            if entry[0].gang is not gang
+        }
         gang.owing.clear()
         needing = []
         for sequence in list(self.by_id.values()):

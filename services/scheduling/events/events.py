@@ -230,6 +230,8 @@ class InstanceUp(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     """Rack-Server-GPU id of its first rank."""
     kv_slots: int
     """Tokens that each of its ranks can store."""
+    window_slots: int = 0
+    """Tokens that each can store in layers with a window; 0: as many as in other layers."""
 
 
 class GangUp(Event, frozen=True, tag="gang_up"):
@@ -247,6 +249,8 @@ class GangUp(Event, frozen=True, tag="gang_up"):
     """Most tokens of prompt and answer together."""
     kv_bytes_per_token: int = 0
     """Bytes of a token's KV on a rank, which go over a link when it moves; 0: unknown."""
+    window: int = 0
+    """Positions that layers with slots of their own see; 0: there are none."""
 
 
 class GangDown(Event, frozen=True, tag="gang_down"):

@@ -2,7 +2,7 @@
 
 A name with a colon, `my_module:MyPolicy`, is a class of the operator's own. It implements `Policy`,
 is called with its options and those for decoding, and may have these attributes: `Options`, a
-frozen dataclass; `pairings`; `own_way` and `piggybacked`, as in `_Registered`.
+frozen dataclass; `pairings`; `own_way`, `piggybacked` and `in_iterations`, as in `_Registered`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ class _Registered(NamedTuple):
     """Phrase about how it computes prompts, if a request cannot choose a strategy."""
     piggybacked: bool = False
     """True if the decode gang of a pair may compute ends of prompts."""
+    in_iterations: bool = False
+    """True if decode iterations compute all prompts."""
 
 
 _POLICIES: dict[str, _Registered] = {
     "chunked_prefill": _Registered(
-        ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic"), "in chunks beside decoding"
+        ChunkedPrefillOptions,
+        ChunkedPrefill,
+        ("pair", "elastic"),
+        "in chunks beside decoding",
+        in_iterations=True,
     ),
     "context_parallel": _Registered(
         ContextParallelOptions, ContextParallel, ("pair", "elastic"), piggybacked=True
@@ -92,12 +98,22 @@ def make_policy(
     return policy(chosen, decode)
 
 
+def decode_options(options: Mapping[str, object]) -> DecodeOptions:
+    """Return the options for decoding among those of a policy."""
+    return _pick(DecodeOptions, dict(options))
+
+
 def own_way(name: str) -> str:
     """Return how a policy computes all prompts, after the words "computes prompts".
 
     Empty if a request may choose the strategy.
     """
     return _registered(name).own_way
+
+
+def in_iterations(name: str) -> bool:
+    """Return whether decode iterations compute all prompts under a policy."""
+    return _registered(name).in_iterations
 
 
 def policy_pairings(name: str) -> tuple[Pairing, ...]:
@@ -160,6 +176,7 @@ def _imported(name: str) -> _Registered:
         pairings=tuple(getattr(found, "pairings", ("pair",))),
         own_way=getattr(found, "own_way", ""),
         piggybacked=getattr(found, "piggybacked", False),
+        in_iterations=getattr(found, "in_iterations", False),
     )
 
 

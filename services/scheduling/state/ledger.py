@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from csps.protocols.core.placement import KvSlice, rest_of
+from csps.protocols.core.placement import KvSlice, near_ring, rest_of
 from csps.services.scheduling.events.events import InstanceId
 from csps.services.scheduling.state.state import Gang, Instance, Sequence
 
@@ -37,6 +37,17 @@ def decode_slots(placement: HasPlacement, output_tokens: int) -> dict[InstanceId
     for kv_slice in placement.answer:
         slots[kv_slice.instance] = slots.get(kv_slice.instance, 0) + kv_slice.tokens
     return slots
+
+
+def window_slots(gang: Gang, placement: HasPlacement, prompt: int, output_tokens: int) -> int:
+    """Return the slots that a sequence needs at its master in layers with a window.
+
+    Args:
+        prompt: tokens of the prompt.
+    """
+    if not gang.window or not placement.slices:
+        return 0
+    return near_ring(gang.window, prompt, prompt + output_tokens - 1).length
 
 
 def coming_slots(sequence: Sequence, placement: HasPlacement) -> dict[InstanceId, int]:

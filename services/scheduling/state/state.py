@@ -8,6 +8,7 @@ Times are integer nanoseconds, sizes tokens; one token occupies one KV slot of a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -64,6 +65,10 @@ class Instance(Live, kw_only=True, eq=False):
     """KV slots."""
     used: int = 0
     """Slots taken or promised (`ledger.py`), those of retained KV included."""
+    window_slots: int = 0
+    """Slots in layers with a window, if these have slots of their own."""
+    window_used: int = 0
+    """Those that sequences have, or were promised."""
     reclaimable: int = 0
     """Slots of retained KV that nobody reads or that is being evicted; part of `used`."""
     mastered: int = 0
@@ -96,6 +101,13 @@ class Instance(Live, kw_only=True, eq=False):
         """Slots that nobody was promised: retained KV is evicted when its slots are needed."""
         return self.capacity - self.used + self.reclaimable
 
+    @property
+    def more_masters(self) -> int:
+        """Sequences of any length that it can still be the master of, by its slots in layers with a
+        window."""
+        window = self.gang.window
+        return (self.window_slots - self.window_used) // window if window else sys.maxsize
+
 
 class Gang(Live, kw_only=True, eq=False):
     """Instances that live and die together."""
@@ -107,6 +119,9 @@ class Gang(Live, kw_only=True, eq=False):
     max_positions: int
     kv_bytes_per_token: int = 0
     """Bytes of a token's KV on a rank; 0: unknown."""
+    window: int = 0
+    """Positions that layers with slots of their own see: all KV of these layers lies at the
+    sequences' masters. 0: there are no such layers."""
     instances: tuple[Instance, ...] = ()
     largest: int = 0
     """KV slots of the instance that has most."""
@@ -417,6 +432,7 @@ def new_gang(event: GangUp, now_ns: int) -> Gang:
         tp=event.tp,
         max_positions=event.max_positions,
         kv_bytes_per_token=event.kv_bytes_per_token,
+        window=event.window,
     )
     places = [Location.parse(instance.location) for instance in event.instances]
     order = sorted(range(len(places)), key=lambda index: (places[index], index))
@@ -427,6 +443,7 @@ def new_gang(event: GangUp, now_ns: int) -> Gang:
             place=places[index],
             order=order.index(index),
             capacity=instance.kv_slots,
+            window_slots=instance.window_slots,
             free_at_ns=now_ns,
             stepped_ns=now_ns,
             last_heartbeat_ns=now_ns,

@@ -84,6 +84,10 @@ RENAMED: dict[str, str] = {
     "submitted.priority": "",
     "submitted.promise": "",
     "request_cancelled.generated_tokens": "",
+    # and in which no layers had slots of their own
+    "gang_up.window": "",
+    "InstanceUp.window_slots": "",
+    "PrefillChunk.near_to": "",
 }
 """Present names of tags and fields, and the recorded ones. `"reserve.prompt": "..."` concerns one
 structure, named by its present tag, or by its class where it has no tag; `"prompt"` concerns all

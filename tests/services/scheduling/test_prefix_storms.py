@@ -38,9 +38,18 @@ class RetainingCell(RandomCell):
     KV_PERMILLE = 250
 
     def __init__(
-        self, scheduler: Scheduler, seed: int, *, faults: float, elastic: bool, tenants: int = 0
+        self,
+        scheduler: Scheduler,
+        seed: int,
+        *,
+        faults: float,
+        elastic: bool,
+        tenants: int = 0,
+        window: int = 0,
     ) -> None:
-        super().__init__(scheduler, seed, faults=faults, elastic=elastic, tenants=tenants)
+        super().__init__(
+            scheduler, seed, faults=faults, elastic=elastic, tenants=tenants, window=window
+        )
         self._elastic = elastic
         self._blocks = itertools.count()
         self._conversations: list[list[bytes]] = [[]]
@@ -277,6 +286,7 @@ class RetainingCell(RandomCell):
             for index, instance in enumerate(gang.instances):
                 count = used[instance_id(gang.gang, index)]
                 assert count <= instance.kv_slots, f"{count} of {instance.kv_slots} slots"
+        self._check_windows()
 
 
 class FilingCell(RetainingCell):
@@ -429,12 +439,12 @@ OPTIONS = {
 }
 
 
-def storm(seed: int, *, tenants: int = 0) -> tuple[str, int, int, int]:
+def storm(seed: int, *, tenants: int = 0, window: int = 0) -> tuple[str, int, int, int]:
     """Returns whose, how many tokens nobody computed again, how many were not sent again, and how
     many got the name of a later turn."""
     name, gangs = CELLS[seed % len(CELLS)]
     options = dict(OPTIONS.get(name, {}))
-    if gangs == "pair" and name in ("csps", "context_parallel"):
+    if gangs == "pair" and name in ("csps", "context_parallel") and not window:
         options["prefill_tokens_max"] = (0, 60, 300)[seed // len(CELLS) % 3]
     policy = AnyLayout(seed, block=BLOCK) if name == "any_layout" else make_policy(name, options)
     scheduler = Scheduler(
@@ -447,7 +457,9 @@ def storm(seed: int, *, tenants: int = 0) -> tuple[str, int, int, int]:
     )
     faults = (0.0, 0.05, 0.2)[seed // len(CELLS) % 3]
     elastic = gangs == "elastic"
-    cell = RetainingCell(scheduler, seed, faults=faults, elastic=elastic, tenants=tenants)
+    cell = RetainingCell(
+        scheduler, seed, faults=faults, elastic=elastic, tenants=tenants, window=window
+    )
     cell.play(requests=40, turns=160)
     assert scheduler.counts == (0, 0, 0.0, 0.0)
     return f"{name} {gangs}", cell.reused, cell.held, cell.taken_over
@@ -458,6 +470,21 @@ def test_what_is_retained_is_there_and_what_is_read_stays(cells: int) -> None:
     """Run each policy once."""
     found = [storm(seed) for seed in range(cells * len(CELLS), (cells + 1) * len(CELLS))]
     assert any(reused for _, reused, _, _ in found)
+
+
+IN_STEPS = [
+    at
+    for at, (name, gangs) in enumerate(CELLS)
+    if gangs == "pair" and name not in ("any_layout", "chunked_prefill")
+]
+
+
+@pytest.mark.parametrize("window", [40, 500])
+@pytest.mark.parametrize("cell", IN_STEPS)
+def test_slots_in_layers_with_a_window_are_not_retained(cell: int, window: int) -> None:
+    """A sequence has them until its ranks have executed that it is retained."""
+    found = [storm(seed, window=window) for seed in range(cell, 6 * len(CELLS), len(CELLS))]
+    assert any(held for _, _, held, _ in found), "the decode gang reuses the KV of other layers"
 
 
 @pytest.mark.parametrize("cells", range(3))

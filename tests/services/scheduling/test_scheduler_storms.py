@@ -47,7 +47,7 @@ IMPATIENT = SchedulerDeadlines(
 """Gangs of random ranks are silent for longer now and then, and are reset."""
 
 
-def storm(seed: int, deadlines: SchedulerDeadlines | None = None) -> RandomCell:
+def storm(seed: int, deadlines: SchedulerDeadlines | None = None, window: int = 0) -> RandomCell:
     name, options, gangs = POLICIES[seed % len(POLICIES)]
     scheduler = Scheduler(
         make_policy(name, options),
@@ -56,7 +56,7 @@ def storm(seed: int, deadlines: SchedulerDeadlines | None = None) -> RandomCell:
         deadlines=deadlines,
     )
     faults = (0.0, 0.05, 0.3)[seed // len(POLICIES) % 3]
-    cell = RandomCell(scheduler, seed, faults=faults, elastic=gangs != "pair")
+    cell = RandomCell(scheduler, seed, faults=faults, elastic=gangs != "pair", window=window)
     cell.play(requests=25, turns=120)
     counts = scheduler.counts
     assert (counts.running, counts.waiting) == (0, 0)
@@ -73,6 +73,23 @@ def test_storms_with_resets_lose_nothing() -> None:
     """Gangs are reset in the same round in which sequences join them, and steps are sent."""
     cells = [storm(seed, IMPATIENT) for seed in range(6 * len(POLICIES))]
     assert sum(len(only(cell.commands, ResetGang)) for cell in cells) > 50
+
+
+IN_STEPS = [
+    at
+    for at, (name, _, gangs) in enumerate(POLICIES)
+    if gangs == "pair" and name != "chunked_prefill"
+]
+"""Policies of a pair whose decode gang computes no prompts."""
+
+
+@pytest.mark.parametrize("policy", IN_STEPS)
+@pytest.mark.parametrize("window", [1, 40, 1000])
+def test_storms_lose_no_slots_in_layers_with_a_window(policy: int, window: int) -> None:
+    """Some instances have room for one sequence: its slots are what others wait for."""
+    seeds = range(policy, 6 * len(POLICIES), len(POLICIES))
+    cells = [storm(seed, window=window) for seed in seeds]
+    assert sum(cell.full_windows for cell in cells) > 20
 
 
 def test_sequences_move_in_storms() -> None:

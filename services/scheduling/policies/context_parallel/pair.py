@@ -95,6 +95,8 @@ class KvHolders:
         self.free = {instance.id: instance.free_slots for instance in instances}
         """Free slots of each instance, in topology order."""
         self._mastered = {instance.id: instance.mastered for instance in instances}
+        self._more = {instance.id: instance.more_masters for instance in instances}
+        """Sequences that each instance can still be the master of."""
         self._left, self._capacity = max_batch - gang.mastered, gang.capacity
         self._spare = Spare.of(gang, max_batch, shared=shared)
 
@@ -113,6 +115,8 @@ class KvHolders:
         """
         spare = Spare() if modest else self._spare
         tokens += sum((taken or {}).values())
+        if not any(more > 0 for more in self._more.values()):
+            return False
         free = sum(self.free.values())
         return spare.leaves(tokens, batch=self._left, free=free, capacity=self._capacity)
 
@@ -160,6 +164,7 @@ class KvHolders:
             for instance, count in counts.items():
                 self.free[instance] -= count
         self._mastered[placed.master] += 1
+        self._more[placed.master] -= 1
         self._left -= 1
 
     def _with_answer(
@@ -179,7 +184,8 @@ class KvHolders:
         rotation = sorted(room, key=lambda instance: (resident.get(instance, 0), -room[instance]))
         rooms = [(instance, room[instance]) for instance in rotation if room[instance]]
         answer = tuple(interleaved(request.prompt_tokens, request.output_tokens, rooms))
-        master = min(room, key=lambda instance: (self._mastered[instance], -room[instance]))
+        masters = [instance for instance in room if self._more[instance] > 0]
+        master = min(masters, key=lambda instance: (self._mastered[instance], -room[instance]))
         return Placed(slices, master, answer, taken)
 
 

@@ -118,6 +118,13 @@ class _Holder(msgspec.Struct, eq=False, gc=False):
     order: int
     free: int
     mastered: int
+    more: int
+    """Sequences that it can still be the master of (`Instance.more_masters`)."""
+
+    @property
+    def answers(self) -> int:
+        """Free slots for the answer of a sequence that is sampled here; negative for none."""
+        return self.free if self.more > 0 else -1
 
     @property
     def rank(self) -> tuple[int, InstanceId]:
@@ -148,14 +155,18 @@ class DecodeOverlay:
         self._spare = Spare.of(gang, options.max_batch, shared=shared)
         self._holders = {
             instance.id: _Holder(
-                instance.id, instance.order, instance.free_slots, instance.mastered
+                instance.id,
+                instance.order,
+                instance.free_slots,
+                instance.mastered,
+                instance.more_masters,
             )
             for instance in gang.instances
         }
         self._freest = sorted(holder.rank for holder in self._holders.values())
         self._free = sum(holder.free for holder in self._holders.values())
         self._largest = -1
-        """Free slots of the instance with most; negative if unknown."""
+        """Free slots of the instance with most for an answer; negative if unknown."""
 
     def has_room(self, prompt_tokens: int, output_tokens: int, *, modest: bool = False) -> bool:
         """Return True if `place` finds enough slots, with those of the answer on one instance.
@@ -165,10 +176,10 @@ class DecodeOverlay:
         """
         if not self._may_start(prompt_tokens + output_tokens, modest=modest):
             return False
-        if self._holders[self._freest[0][1]].free >= output_tokens:
+        if self._holders[self._freest[0][1]].answers >= output_tokens:
             return True
         if self._largest < 0:
-            self._largest = max(holder.free for holder in self._holders.values())
+            self._largest = max(holder.answers for holder in self._holders.values())
         return output_tokens <= self._largest
 
     def _may_start(self, tokens: int, *, modest: bool) -> bool:
@@ -190,7 +201,7 @@ class DecodeOverlay:
         wanted = self._wanted(prompt_tokens)
         if wanted == 1:
             for _, instance in self._freest:
-                if self._holders[instance].free >= prompt_tokens + output_tokens:
+                if self._holders[instance].answers >= prompt_tokens + output_tokens:
                     return Placed((KvSlice(instance, 0, prompt_tokens),), instance)
         return self._spread(prompt_tokens, output_tokens, wanted)
 
@@ -217,7 +228,7 @@ class DecodeOverlay:
         total = prompt_tokens + output_tokens
         if not self._may_start(total, modest=modest):
             return None
-        roomy = [holder for holder in self._holders.values() if holder.free >= total]
+        roomy = [holder for holder in self._holders.values() if holder.answers >= total]
         if not roomy:
             return None
         # Fractions are compared by cross-multiplication, since floats would lose ties.
@@ -261,7 +272,7 @@ class DecodeOverlay:
         if tokens * SHORT_REST > cached.tokens or not self._may_start(total, modest=modest):
             return None
         last = max(cached.slices, key=attrgetter("stop")).instance
-        if self._holders[last].free < total:
+        if self._holders[last].answers < total:
             return None
         return Placed((KvSlice(last, 0, tokens),), last)
 
@@ -291,13 +302,14 @@ class DecodeOverlay:
         for instance, count in slots.items():
             holder = self._holders[instance]
             del self._freest[bisect_left(self._freest, holder.rank)]
-            if holder.free == self._largest:
+            if holder.answers == self._largest:
                 self._largest = -1
             holder.free -= sign * count
-            if holder.free > self._largest >= 0:
-                self._largest = holder.free
             if instance == master:
                 holder.mastered += sign
+                holder.more -= sign
+            if holder.answers > self._largest >= 0:
+                self._largest = holder.answers
             insort(self._freest, holder.rank)
             self._free -= sign * count
 
@@ -307,7 +319,7 @@ class DecodeOverlay:
         for count, (_, instance) in enumerate(self._freest, 1):
             holder = self._holders[instance]
             room += holder.free
-            roomy = roomy or holder.free >= output_tokens
+            roomy = roomy or holder.answers >= output_tokens
             enough = count >= wanted or count == len(self._freest)
             if enough and roomy and room >= prompt_tokens:
                 return self._on(count, prompt_tokens, output_tokens)
@@ -318,7 +330,7 @@ class DecodeOverlay:
     def _on(self, count: int, prompt_tokens: int, output_tokens: int) -> Placed:
         """Spread the prompt evenly; the least busy instance with slots for the answer is master."""
         holders = [self._holders[instance] for _, instance in self._freest[:count]]
-        roomy = [holder for holder in holders if holder.free >= output_tokens]
+        roomy = [holder for holder in holders if holder.answers >= output_tokens]
         master = min(roomy, key=lambda holder: (holder.mastered, -holder.free, holder.id))
         holders.sort(key=lambda holder: holder.order)
         limits = [holder.free - (output_tokens if holder is master else 0) for holder in holders]
