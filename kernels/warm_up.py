@@ -12,9 +12,10 @@ Shape suffixes as in `csps.kernels.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from csps.kernels import triton_attention, triton_importance, triton_merge
 from csps.kernels.arguments import ChunkRuns, SlotRuns
@@ -40,10 +41,10 @@ def launch_variants(
         window: positions that layers with a window see; None if there are no such layers.
     """
     for group in groups:
-        for tokens in (1, triton_attention.SHORT_ROWS // group + 1):
-            _attend(device, dtype, group, head_dim, tokens, window)
-    for tokens in (1, triton_attention.SHORT_ROWS // (heads // kv_heads) + 1):
-        _attend_chunks(device, dtype, heads // kv_heads, head_dim, tokens, window)
+        for q_thd, k_thd in _few_and_many(device, dtype, group, head_dim):
+            _attend(q_thd, k_thd, window)
+    for q_thd, k_thd in _few_and_many(device, dtype, heads // kv_heads, head_dim):
+        _attend_chunks(q_thd, k_thd, window)
     cache_shd = torch.zeros(KEYS, kv_heads, head_dim, dtype=dtype, device=device)
     q_rhd = torch.zeros(1, heads, head_dim, dtype=dtype, device=device)
     runs = SlotRuns(1, [(0, 0, KEYS)])
@@ -52,18 +53,18 @@ def launch_variants(
     triton_importance.top_tokens(torch.zeros(1, KEYS, device=device), 1)
 
 
-def _attend(
-    device: torch.device,
-    dtype: torch.dtype,
-    group: int,
-    head_dim: int,
-    tokens: int,
-    window: int | None,
-) -> None:
-    """Attend and score as many tokens, with positions and without, and with a window."""
-    q_thd = torch.zeros(tokens, group, head_dim, dtype=dtype, device=device)
-    k_thd = torch.zeros(tokens, 1, head_dim, dtype=dtype, device=device)
-    positions = torch.arange(tokens, device=device)
+def _few_and_many(
+    device: torch.device, dtype: torch.dtype, group: int, head_dim: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield queries, and keys of one KV head, for calls of few rows and of many."""
+    for tokens in (1, triton_attention.SHORT_ROWS // group + 1):
+        q_thd = torch.zeros(tokens, group, head_dim, dtype=dtype, device=device)
+        yield q_thd, torch.zeros(tokens, 1, head_dim, dtype=dtype, device=device)
+
+
+def _attend(q_thd: Tensor, k_thd: Tensor, window: int | None) -> None:
+    """Attend and score, with positions and without, and with a window."""
+    positions = torch.arange(len(q_thd), device=q_thd.device)
     for at in (positions, None):
         _, lse_ht = triton_attention.attention(q_thd, k_thd, k_thd, at, at, 1.0, None, None)
         triton_importance.column_sums(q_thd, k_thd, lse_ht, at, at, 1.0, None, None)
@@ -72,20 +73,12 @@ def _attend(
         triton_attention.attention(q_thd, k_thd, k_thd, at, at, 1.0, None, None, window)
 
 
-def _attend_chunks(
-    device: torch.device,
-    dtype: torch.dtype,
-    group: int,
-    head_dim: int,
-    tokens: int,
-    window: int | None,
-) -> None:
+def _attend_chunks(q_thd: Tensor, k_thd: Tensor, window: int | None) -> None:
     """Attend one chunk of a prompt to what is before it and to itself, and with a window."""
-    q_thd = torch.zeros(tokens, group, head_dim, dtype=dtype, device=device)
-    k_thd = torch.zeros(tokens, 1, head_dim, dtype=dtype, device=device)
+    tokens = len(q_thd)
     runs = ChunkRuns([tokens], [[range(tokens)]])
     triton_attention.chunk_attention(q_thd, k_thd, k_thd, runs, 1.0)
-    at, cu = torch.arange(tokens, device=device), runs.offsets_on(device)
+    at, cu = torch.arange(tokens, device=q_thd.device), runs.offsets_on(q_thd.device)
     for reach in {None, window}:
         triton_attention.attention(q_thd, k_thd, k_thd, at, at, 1.0, cu, cu, reach)
 

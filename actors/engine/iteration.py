@@ -52,7 +52,7 @@ class IterationChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearKeys:
+class ResidentNearKeys:
     """Keys before chunks, of which each row sees those in its window; on the device, copied once
     for all layers."""
 
@@ -69,7 +69,7 @@ class ResidentChunks:
     """KV resident here of the sequences of one master's chunks, from before the chunks."""
 
     runs: ChunkRuns
-    near: NearKeys | None = None
+    near: ResidentNearKeys | None = None
     """Keys in the runs, in layers with a window."""
 
 
@@ -209,7 +209,7 @@ class _SightBuilder:
             },
         )
 
-    def _near(self, chunks: Sequence[tuple[range, Sequence[range]]]) -> NearKeys:
+    def _near(self, chunks: Sequence[tuple[range, Sequence[range]]]) -> ResidentNearKeys:
         pool, device = self._engine.pool, self._engine.device
         none = torch.empty(0, dtype=torch.int64)
         runs = [run for _, of_chunk in chunks for run in of_chunk]
@@ -218,7 +218,7 @@ class _SightBuilder:
         rows = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in chunks])
         lengths = (sum(map(len, of_chunk)) for _, of_chunk in chunks)
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return NearKeys(
+        return ResidentNearKeys(
             rows=rows.to(device),
             positions=positions.to(device),
             slots=slots.to(device),

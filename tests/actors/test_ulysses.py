@@ -192,6 +192,7 @@ def test_equals_dense_attention_in_blocks_of_queries(case: Case, rows: int) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @settings(max_examples=examples(1000), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_dense_attention_often(case: Case) -> None:
