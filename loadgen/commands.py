@@ -6,6 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from csps.protocols.core.command_line import CommandParser
+
 COMMANDS = {
     "serve": "load test of an OpenAI-compatible server",
     "sweep": "the highest request rate that keeps the SLO",
@@ -15,7 +17,7 @@ COMMANDS = {
 
 def bench(argv: Sequence[str]) -> int:
     """Run `csps bench serve`, `sweep` or `report`; each parses its own arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps bench",
         description="Load tests against service level objectives.",
         epilog="\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items()),

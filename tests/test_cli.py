@@ -174,6 +174,29 @@ def test_a_misspelled_command_is_named_and_none_lists_all(
     assert "  check-config  check a configuration, and say what fits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("--verison", "csps: unknown argument '--verison'; did you mean '--version'?"),
+        ("serve --prot 8000", "unknown argument '--prot'; did you mean '--port'?"),
+        ("serve --max-model-length=1M", "did you mean '--max-model-len'?"),
+        ("check-config --hardwar=8xH100 --confg x", "'--confg'; did you mean '--config'?"),
+        ("stop --zzz", "csps stop: unknown argument '--zzz'; see csps stop --help"),
+        ("ask --flie book.txt what", "did you mean '--file'?"),
+        ("bench serve --num-prompt-count 3", "did you mean '--num-prompts'?"),
+        ("trace ui --prt 4", "csps trace ui: unknown argument '--prt'; did you mean '--port'?"),
+        ("simulate --clutser tetris-16", "did you mean '--cluster'?"),
+        ("top extra words", "csps top: unknown argument 'extra'; see csps top --help"),
+    ],
+)
+def test_a_misspelled_option_is_named_with_the_likeliest_one(
+    command: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    assert hint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["a: [", "[]", "\t", "", "applications: [null]"])
 def test_an_invalid_configuration_prints_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
@@ -295,10 +318,16 @@ def test_every_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith(f"usage: csps {name}")
 
 
-@pytest.mark.parametrize("words", [["sreve"], ["stop", "now"]])
-def test_an_unknown_word_is_a_usage_error(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("sreve", "csps: argument command: unknown command 'sreve'; did you mean 'serve'?\n"),
+        ("stop now", "csps stop: unknown argument 'now'; see csps stop --help\n"),
+    ],
+)
+def test_an_unknown_word_is_one_line(
+    words: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert capsys.readouterr().err.startswith("usage: csps")
+        main(words.split())
+    assert capsys.readouterr().err == error

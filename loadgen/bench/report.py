@@ -8,6 +8,7 @@ from pathlib import Path
 
 from csps.loadgen.report.page import draw_all, write_page
 from csps.loadgen.results.result import Result, read_result
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 
 PNG_DPI = 130
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps bench report", description="One self-contained HTML page of one or more results."
     )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files, or folders of them")

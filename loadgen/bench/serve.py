@@ -39,6 +39,7 @@ from csps.loadgen.client.client import ENDPOINTS, LoadClient, RequestFormat, Tra
 from csps.loadgen.client.connection import Server
 from csps.loadgen.results.result import Result, RunDescription, summarize, write_result
 from csps.loadgen.workloads.request import Slo, WorkloadRequest
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError, FaultError
 
 _log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps bench serve", description="Load test of an OpenAI-compatible server."
     )
     for add in (

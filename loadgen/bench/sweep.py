@@ -19,6 +19,7 @@ from csps.loadgen.bench.requests import load_requests
 from csps.loadgen.bench.serve import SEED_STEP, Target, measure, run_of
 from csps.loadgen.results.result import Result, write_result
 from csps.loadgen.workloads.request import Slo
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError, FaultError
 
 
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps bench sweep",
         description="Find the highest rate that keeps the SLO: --goodput for a share of requests, "
         "else 25 times the latencies without load, per token (LoongServe).",

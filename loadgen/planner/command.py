@@ -26,6 +26,7 @@ from csps.configurator.search.space import STEP, ImportanceScoring, LayerGroups,
 from csps.loadgen.planner.hardware_file import HARDWARE, load_group
 from csps.protocols.attention.csa import CsaSettings, ratios_text
 from csps.protocols.attention.plan import Objective
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import Topology
 
@@ -281,7 +282,7 @@ def _why(tokens: int, answer: SearchResult, model: AccuracyModel | None) -> Iter
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     names = ", ".join(sorted(path.stem for path in HARDWARE.glob("*.yaml")))
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps plan",
         description="Which configuration of attention is best for a prompt, and why. Nothing is "
         "run: the hardware need not be here.",

@@ -37,6 +37,7 @@ from csps.loadgen.simulator.simulate import (
 from csps.loadgen.simulator.systems import SYSTEMS, cluster_for, system_named
 from csps.loadgen.workloads.named import WORKLOADS
 from csps.loadgen.workloads.request import FittedRequests, Slo, WorkloadRequest
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 
 MOST_CELLS = 1024
@@ -250,7 +251,7 @@ def line(policy: str, found: str, result: Result) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps capacity",
         description="What hardware carries under an SLO, by simulation (docs/simulator.md).",
     )

@@ -25,6 +25,7 @@ from csps.loadgen.workloads.generate import Arrivals, Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, Workload, workload
 from csps.loadgen.workloads.request import fit
 from csps.loadgen.workloads.traces import at_rate, with_times
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import Location
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, group_sizes
@@ -150,7 +151,7 @@ def _store(path: Path, records: Sequence[tuple[float, float]]) -> None:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps rates",
         description="Find the best rate of improvement of the policy tetris for every load, for a "
         "cluster and the prompts that it gets (docs/simulator.md).",

@@ -36,6 +36,7 @@ from csps.loadgen.workloads.request import (
 )
 from csps.loadgen.workloads.traces import TraceRules, at_rate, read_trace
 from csps.protocols.attention.plan import RequestClass
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.openai.csps_options import CspsRequestOptions, request_class
 from csps.services.scheduling.core.promises import LEAST_SLACK, Ordering
@@ -102,7 +103,7 @@ def progress_on(out: TextIO, total: int) -> Callable[[int], None] | None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps simulate",
         description="Run a scheduling policy on a simulated cluster (docs/simulator.md).",
     )

@@ -340,6 +340,11 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     '; allowed: a, b'
     """
     choices = sorted(allowed)
+    return closest(name, choices) or f"; allowed: {', '.join(choices)}"
+
+
+def closest(name: str, allowed: Iterable[str]) -> str:
+    """Return the same, but nothing if no name is alike."""
     # difflib is quadratic in the length of the name, which a client chooses.
-    close = difflib.get_close_matches(name[:64], choices, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; allowed: {', '.join(choices)}"
+    close = difflib.get_close_matches(name[:64], sorted(allowed), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

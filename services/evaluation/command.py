@@ -23,6 +23,7 @@ from csps.models.needle_prompts.filler import FILLER_KINDS, filler_of
 from csps.models.needle_prompts.haystack import KINDS, ORDERS
 from csps.models.needle_prompts.words import Count
 from csps.models.tokenizers.tokenizer import Tokenizer
+from csps.protocols.core.command_line import CommandParser
 from csps.services.evaluation.answerers import LocalAnswerer, ServerAnswerer, client_of
 from csps.services.evaluation.cases import Evaluation
 from csps.services.evaluation.local_model import LocalModel
@@ -170,7 +171,7 @@ def _summaries(answered: Mapping[str, Sequence[Answered]]) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; exit with a line that names a contradiction."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps eval",
         description="Accuracy on facts hidden in long text, over a depth x length grid.",
     )

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import httpx
 
 from csps.models.tokenizers.chat_template import read_chat_template
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError, FaultError, abridged
 from csps.services.launch.deploy_config import DeployConfig, find_config, read_config
 from csps.services.launch.ray_head import RUN_DIR, command_for, find_head
@@ -218,7 +219,7 @@ def chat(argv: Sequence[str]) -> None:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"csps {name}", description=description)
+    parser = CommandParser(prog=f"csps {name}", description=description)
     parser.add_argument(
         "--config", type=Path, help="configuration of the server (default: of the one started here)"
     )

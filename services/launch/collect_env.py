@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import CspsError
 from csps.services.launch.ray_head import RUN_DIR, find_head
 from csps.services.planning.machine import GIB, main_memory
@@ -31,7 +31,7 @@ COMMAND_DEADLINE_S = 20.0
 
 def collect_env(argv: Sequence[str]) -> None:
     """Print the machine, the versions, the configuration and the state of the server."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps collect-env", description="Print what a bug report needs, without secrets."
     )
     parser.add_argument("--json", action="store_true", help="as JSON")

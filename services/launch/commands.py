@@ -10,12 +10,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from csps.services.launch.serve_options import Parser, add_options, as_parsed
+from csps.protocols.core.command_line import CommandParser
+from csps.services.launch.serve_options import add_options, as_parsed
 
 
 def serve(argv: Sequence[str]) -> None:
     """Start a server on this machine."""
-    parser = Parser(
+    parser = CommandParser(
         prog="csps serve",
         description="Start a server on this machine, and ask the included model something.",
         epilog="Command lines of `vllm serve` are understood: an option without a meaning here is "
@@ -75,7 +76,7 @@ def demo(argv: Sequence[str]) -> None:
 
 def check_config(argv: Sequence[str]) -> None:
     """Report if a configuration can be deployed."""
-    parser = Parser(
+    parser = CommandParser(
         prog="csps check-config", description="Check a configuration.", allow_abbrev=False
     )
     add_options(parser)
@@ -94,7 +95,7 @@ def check_config(argv: Sequence[str]) -> None:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"csps {name}", description=description)
+    return CommandParser(prog=f"csps {name}", description=description)
 
 
 def _seconds(text: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 from csps.services.launch.deploy_config import CONFIG_FILE, IMPORT_PATH
 from csps.services.settings.config_schema import SCHEMA_FILE, attribute_docs
@@ -44,7 +44,7 @@ applications:
 
 def init(argv: Sequence[str]) -> None:
     """Write a commented configuration."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps init", description="Write a config.yaml with every setting and its default."
     )
     parser.add_argument(

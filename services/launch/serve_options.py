@@ -7,12 +7,11 @@ taken with a line that says why it changes nothing, or refused with the reason.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from csps.protocols.core.errors import ConfigError, abridged
 from csps.services.settings.vllm_options import (
@@ -253,26 +252,3 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {abridged(value)}")
     return value
-
-
-MISUSED = 2
-"""Exit status, as in argparse."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line of ours, with the nearest option for an unknown one."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print one line, and end with the status of misuse."""
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            word = unknown.split()[0]
-            shown = [
-                name
-                for name, action in self._option_string_actions.items()
-                if action.help != argparse.SUPPRESS
-            ]
-            close = difflib.get_close_matches(word.partition("=")[0][:64], shown, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; see {self.prog} --help"
-            message = f"unknown argument {abridged(word)}{hint}"
-        self.exit(MISUSED, f"{self.prog}: {message}\n")

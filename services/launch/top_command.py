@@ -3,7 +3,6 @@ snapshot."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import FaultError
 from csps.services.launch.ask_command import Client, running_config
 from csps.services.settings.credentials import KEYS_VARIABLE
@@ -26,7 +26,7 @@ FULL, CACHED, FREE = "█", "▒", "·"
 
 def main(argv: Sequence[str]) -> None:
     """Show the server's state until somebody ends this process."""
-    parser = argparse.ArgumentParser(prog="csps top", description=main.__doc__)
+    parser = CommandParser(prog="csps top", description=main.__doc__)
     parser.add_argument("--url", help="of a server (default: the one that was started from here)")
     parser.add_argument("--once", action="store_true", help="show it once")
     arguments = parser.parse_args(argv)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError, abridged
 from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.spans import REQUEST, Trace, read_spans, span_files, traces
@@ -75,7 +76,7 @@ def _ui(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="csps trace", description=main.__doc__)
+    parser = CommandParser(prog="csps trace", description=main.__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     listing = actions.add_parser("list", help="the latest requests")
     listing.add_argument(

@@ -31,6 +31,7 @@ from csps.configurator.model.scaling_information_base import (
 )
 from csps.configurator.regressors.accuracy import shipped_accuracy
 from csps.models.network.spec import read_spec
+from csps.protocols.core.command_line import CommandParser
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch import ray_head
 from csps.services.launch.deploy_config import DeployConfig, read_config
@@ -322,7 +323,7 @@ def _effort(arguments: argparse.Namespace) -> Effort:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps profile",
         description="Measure the times of steps, links and phases on this machine, with the ranks "
         "of the configured server, which should not run meanwhile; or measure which right answers "

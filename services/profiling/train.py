@@ -27,6 +27,7 @@ from csps.configurator.regressors.samples import accuracy_samples, measured_grou
 from csps.configurator.search.space import LayerGroups
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.attention.plan import ObjectiveKind
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.core.topology import Topology
 from csps.services.launch.deploy_config import read_config
@@ -162,7 +163,7 @@ def group_lines(groups: LayerGroups) -> Iterator[str]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps train",
         description="Learn how much accuracy configurations of sparse attention lose, and which is "
         "best for a bound, from measurements with this model on this machine.",

@@ -123,9 +123,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from csps.protocols.core.command_line import CommandParser
+
     width = max(map(len, COMMANDS))
     listed = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="csps",
         description="Long-context LLM server.",
         epilog="\n".join(["commands (each has its own --help):", *listed]),

@@ -14,10 +14,11 @@ import yaml
 from vllm_command_lines import LINES, Line
 
 from csps.cli import main
+from csps.protocols.core.command_line import CommandParser
 from csps.protocols.core.errors import ConfigError
 from csps.services.launch.asked_server import Asked, asked
 from csps.services.launch.deploy_config import DeployConfig, read_config
-from csps.services.launch.serve_options import Parser, add_options, as_parsed
+from csps.services.launch.serve_options import add_options, as_parsed
 from csps.services.settings import vllm_options
 from csps.services.settings.credentials import KEYS_VARIABLE
 from csps.services.settings.settings import Settings
@@ -27,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TWO_CORES = ROOT / "config.yaml"
 
 
-def parser() -> Parser:
-    made = Parser(prog="csps serve", allow_abbrev=False)
+def parser() -> CommandParser:
+    made = CommandParser(prog="csps serve", allow_abbrev=False)
     add_options(made)
     return made
 
@@ -132,7 +133,10 @@ def test_the_model_is_given_once() -> None:
 
 @pytest.mark.parametrize(
     ("words", "hint"),
-    [("--decod 2", "'--decod'; did you mean --decode?"), ("--zz", "'--zz'; see csps serve --help")],
+    [
+        ("--decod 2", "'--decod'; did you mean '--decode'?"),
+        ("--zz", "'--zz'; see csps serve --help"),
+    ],
 )
 def test_an_unknown_option_is_one_line_with_the_nearest(
     words: str, hint: str, capsys: pytest.CaptureFixture[str]
