@@ -126,13 +126,14 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
     if not rows:
         return scores_bv
     own = [samplers[row] for row in rows]
-    scores_ev = scores_bv[rows]
-    _add_bias(scores_ev, own)
     until = time.monotonic() + COMPILE_WAIT_S
-    for place, row in enumerate(rows):
-        samplers[row].forbid(scores_ev[place], until)
-        if samplers[row].forbids_stop(indices[row]):
-            scores_ev[place].masked_fill_(samplers[row].stops(scores_ev.device), -math.inf)
+    masks = [sampler.grammar_mask(until) for sampler in own]
+    scores_ev = _masked(scores_bv if len(rows) == len(samplers) else scores_bv[rows], masks)
+    _add_bias(scores_ev, own)
+    for row, sampler, scores_v in zip(rows, own, scores_ev.unbind(), strict=True):
+        sampler.forbid(scores_v)
+        if sampler.forbids_stop(indices[row]):
+            scores_v.masked_fill_(sampler.stops(scores_v.device), -math.inf)
     penalties = {
         place: sampler.penalties
         for place, sampler in enumerate(own)
@@ -146,11 +147,24 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
     return scores_bv.index_copy(0, torch.tensor(rows, device=scores_bv.device), scores_ev)
 
 
+def _masked(scores_ev: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
+    """Return a copy to which the masks of those rows that have one are added."""
+    # A sum, because replacing values where a mask is True takes a core eight times as long.
+    masked_ev = torch.empty_like(scores_ev)
+    for masked_v, scores_v, mask_v in zip(masked_ev, scores_ev, masks, strict=True):
+        if mask_v is None:
+            masked_v.copy_(scores_v)
+        else:
+            torch.add(scores_v, mask_v.to(scores_v.device), out=masked_v)
+    return masked_ev
+
+
 def _add_bias(scores_ev: Tensor, samplers: Sequence[TokenSampler]) -> None:
     vocab, device = scores_ev.shape[1], scores_ev.device
-    ids = torch.cat([sampler.bias_ids + row * vocab for row, sampler in enumerate(samplers)])
-    if len(ids):
-        biases = torch.cat([sampler.bias for sampler in samplers])
+    biased = [(row, sampler) for row, sampler in enumerate(samplers) if len(sampler.bias_ids)]
+    if biased:
+        ids = torch.cat([sampler.bias_ids + row * vocab for row, sampler in biased])
+        biases = torch.cat([sampler.bias for _, sampler in biased])
         scores_ev.view(-1).index_add_(0, ids.to(device), biases.to(device))
 
 

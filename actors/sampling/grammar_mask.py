@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Unfinished
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,8 +51,9 @@ class GrammarMask:
         self._tokens.append(token)
         self._next = self._begun() if self._compiled.done() else None
 
-    def allowed(self, until: float) -> Tensor | CspsError:
-        """Return (vocab,) bool on the CPU: tokens that may come next; or why nobody knows.
+    def after_answer(self, until: float) -> Tensor | CspsError:
+        """Return (vocab,) fp32 on the CPU: 0 for tokens that may come next, otherwise minus
+        infinity; or why nobody knows.
 
         Args:
             until: time (`time.monotonic()`) until which this waits for the grammar to compile.
@@ -62,13 +64,13 @@ class GrammarMask:
             return DeadlineExceeded("compiling a grammar", COMPILE_WAIT_S)
         self._next = self._next or self._begun()
         try:
-            allowed_v = self._next.result(MASK_S)
+            mask_v = self._next.result(MASK_S)
         except InvalidTextError as error:
             return InvalidRequest(str(error))
         except Unfinished:
             return DeadlineExceeded("the mask of a grammar", MASK_S)
-        assert allowed_v is not None, "a mask that later tokens have made useless"
-        return allowed_v
+        assert mask_v is not None, "a mask that later tokens have made useless"
+        return mask_v
 
     def _begun(self) -> Future[Tensor | None]:
         tokens = len(self._tokens)
@@ -85,4 +87,5 @@ class GrammarMask:
                 self._state.advance(token)
         if len(self._tokens) > tokens:
             return None
-        return torch.from_numpy(self._state.allowed(self._ends))
+        allowed_v = self._state.allowed(self._ends)
+        return torch.from_numpy(np.where(allowed_v, np.float32(0), np.float32(-np.inf)))

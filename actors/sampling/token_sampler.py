@@ -56,7 +56,7 @@ class TokenSampler:
         grammars: Grammars | None = None,
     ) -> None:
         _check(sampling, vocab)
-        self.sampling = sampling
+        self.sampling, self._vocab = sampling, vocab
         self.answered: list[int] = []
         """Tokens of the answer so far, where its next one depends on them (`remembers`)."""
         self._failure: CspsError | None = None
@@ -106,12 +106,24 @@ class TokenSampler:
         biased = len(self.bias_ids) > 0 or self._forbidden_v is not None
         return biased or self.remembers or self.forbids_stop(index)
 
-    def forbid(self, scores_v: Tensor, until: float) -> None:
-        """Replace the scores of tokens that must not come next by minus infinity.
+    def grammar_mask(self, until: float) -> Tensor | None:
+        """Return (v,) fp32 on the CPU, to be added to the scores: minus infinity for tokens that
+        the grammar forbids next, otherwise 0; None without a grammar. If nobody knows them, no
+        token can be sampled.
 
         Args:
-            until: time (`time.monotonic()`) until which this waits for a grammar to compile.
+            until: time (`time.monotonic()`) until which this waits for the grammar to compile.
         """
+        if self._mask is None:
+            return None
+        mask_v = self._mask.after_answer(until)
+        if isinstance(mask_v, CspsError):
+            self._failure = mask_v
+            return torch.full((self._vocab,), -math.inf)
+        return mask_v
+
+    def forbid(self, scores_v: Tensor) -> None:
+        """Replace the scores of tokens that the request forbids next by minus infinity."""
         if self._forbidden_v is not None:
             self._forbidden_v = self._forbidden_v.to(scores_v.device)
             scores_v.masked_fill_(self._forbidden_v, -math.inf)
@@ -119,13 +131,6 @@ class TokenSampler:
             *begun, last = word
             if last < len(scores_v) and self.answered[len(self.answered) - len(begun) :] == begun:
                 scores_v[last] = -math.inf
-        if self._mask is not None:
-            allowed = self._mask.allowed(until)
-            if isinstance(allowed, CspsError):
-                self._failure = allowed
-                scores_v.fill_(-math.inf)
-            else:
-                scores_v.masked_fill_(~allowed.to(scores_v.device), -math.inf)
 
     def forbids_stop(self, index: int) -> bool:
         """Return whether token `index` must not be a stop token."""
