@@ -11,8 +11,9 @@ processor time. `bound_us` is 1 ms and 25 us for each request placed.
 
 With `--conversation`, one conversation of so many turns runs on simulated ranks, for each policy:
 `early_us` is the median of the rounds that begin a turn in the first tenth of the turns, `late_us`
-in the last tenth, `late_max_us` the longest of all rounds there. `slices` is the number of slices
-of the last reservation. `bound_us` is 2 ms.
+in the last tenth, `late_max_us` the longest of all rounds there, and `late_max_gc_us` what the
+garbage collector took of it. `slices` is the number of slices of the last reservation. `bound_us`
+is 2 ms.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import report
 import simulator_speed
@@ -116,17 +117,30 @@ def _conversation(
     ]
     reuse = ReuseSettings(enabled=True, max_share=0.9, block_tokens=BLOCK)
     clocked = _Clocked(scheduler_of(cluster, policy, options, reuse))
-    Simulator(clocked, cluster, arrivals).run()
+    gc.callbacks.append(clocked.collecting)
+    try:
+        Simulator(clocked, cluster, arrivals).run()
+    finally:
+        gc.callbacks.remove(clocked.collecting)
     tenth = max(1, turns // 10)
-    late = clocked.rounds[-len(clocked.rounds) * tenth // turns :]
+    late = max(clocked.rounds[-len(clocked.rounds) * tenth // turns :])
     return {
         "policy": f"{policy} {'elastic' if elastic else 'pair'}",
         "early_us": statistics.median(clocked.began[:tenth]),
         "late_us": statistics.median(clocked.began[-tenth:]),
-        "late_max_us": max(late),
+        "late_max_us": late.took_us,
+        "late_max_gc_us": late.gc_us,
         "slices": clocked.slices,
         "bound_us": 2000,
     }
+
+
+class _Round(NamedTuple):
+    """Processor time of a round."""
+
+    took_us: float
+    gc_us: float
+    """Part of it that the garbage collector took. It goes through the simulator's objects, too."""
 
 
 class _Clocked:
@@ -134,21 +148,29 @@ class _Clocked:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.rounds: list[float] = []
-        """us of processor time of each round."""
+        self._gc_began_ns = self._gc_ns = 0
+        self.rounds: list[_Round] = []
         self.began: list[float] = []
-        """The same of each round in which a turn began."""
+        """us of processor time of each round in which a turn began."""
         self.slices = 0
+
+    def collecting(self, phase: str, _: dict[str, int]) -> None:
+        """Note that the garbage collector begins or ends."""
+        if phase == "start":
+            self._gc_began_ns = time.thread_time_ns()
+        else:
+            self._gc_ns += time.thread_time_ns() - self._gc_began_ns
 
     def handle(
         self, events: Sequence[ev.AnyEvent], now_ns: int
     ) -> tuple[Sequence[AnyCommand], int | None]:
-        begin = time.thread_time_ns()
+        begin, self._gc_ns = time.thread_time_ns(), 0
         found = self._scheduler.handle(events, now_ns)
-        self.rounds.append((time.thread_time_ns() - begin) / 1e3)
+        took_ns = time.thread_time_ns() - begin
+        self.rounds.append(_Round(took_ns / 1e3, self._gc_ns / 1e3))
         for command in found.commands:
             if isinstance(command, Reserve):
-                self.began.append(self.rounds[-1])
+                self.began.append(self.rounds[-1].took_us)
                 self.slices = len(command.message.slices)
         return found
 

@@ -15,7 +15,7 @@ from scheduler_harness import SchedulerHarness, only, steps_of
 from csps.configurator.costs.cost_table import Costs
 from csps.protocols.attention.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.core.errors import ConfigError
-from csps.protocols.core.placement import KvSlice, Span, covers_once, tokens_on
+from csps.protocols.core.placement import KvSlice, Span, covers_once, joined, tokens_on, within
 from csps.services.scheduling.deciding.decisions import Blocked, Decision
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -183,6 +183,34 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
         masters.append(placed.master)
         placed = holders.spread(request, None)
     assert sorted(masters) == sorted(instances), "masters take turns as well"
+
+
+@pytest.mark.parametrize("output", [16, 4000])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_long_conversation_has_few_slices_and_stays_even(n: int, output: int) -> None:
+    """Whether a client names the length of an answer or not."""
+    new, answered, turns = 64, 16, 400
+    slices, total = tuple[KvSlice, ...](), 0
+    for _ in range(turns):
+        holders = KvHolders(gang(2, [Busy(100_000)] * n, prefill=False), 4)
+        prompt = total + new
+        cached = Cached(total, slices, {}) if total else None
+        placed = holders.spread(waiting(1, prompt, output), cached)
+        assert covers_once(Span(0, prompt), placed.slices)
+        assert covers_once(Span(prompt, prompt + output), placed.answer)
+        total = prompt + answered
+        slices = joined(within((*placed.slices, *placed.answer), Span(0, total)))
+        assert max(tokens_on(slices).values()) <= total / n + total / 8 + 1
+    assert len(slices) < turns / 2
+
+
+def test_a_turn_is_spread_if_its_instance_has_no_slots() -> None:
+    holders = KvHolders(gang(2, [Busy(39), Busy(500)], prefill=False), 4)
+    full, other = holders.free
+    cached = Cached(640, (KvSlice(other, 0, 320), KvSlice(full, 320, 640)), {})
+    placed = holders.spread(waiting(1, 670, 100), cached)
+    assert tokens_on(placed.slices) == {full: 335, other: 335}
+    assert covers_once(Span(670, 770), placed.answer)
 
 
 @settings(max_examples=examples(100))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
+from operator import attrgetter
 
 from csps.configurator.costs.cost_table import EXACT, BestOption, Costs
 from csps.protocols.attention.plan import AUTO
@@ -59,6 +60,9 @@ class ContextParallelOptions(ShortPromptOptions):
             raise ConfigError(f"option least_saving must be in [0, 1), not {self.least_saving}")
 
 
+SHORT_TURN = 16
+"""Times that a cached prefix is at least as long as a turn that is not spread. An instance then has
+at most an eighth of a conversation more than its even part."""
 RING = "ring/exact"
 """Class of requests whose prefill uses the faster of the two rings."""
 
@@ -123,7 +127,8 @@ class KvHolders:
     def spread(self, request: Request, cached: Cached | None) -> Placed:
         """Spread a prompt evenly over all instances, as far as slots and the cached prefix allow.
 
-        The cached prefix stays in place.
+        The cached prefix stays in place. A short turn of a conversation is not spread: if each
+        were, a long conversation would have a slice for each turn and instance.
         """
         if cached is None or any(
             self.free[instance] < count for instance, count in cached.taken.items()
@@ -133,6 +138,8 @@ class KvHolders:
             instance: free - cached.taken.get(instance, 0) for instance, free in self.free.items()
         }
         resident = tokens_on(cached.slices)
+        if (continued := self._continued(request, cached, resident, room)) is not None:
+            return continued
         sizes = levelled(
             request.prompt_tokens - cached.tokens,
             [resident.get(instance, 0) for instance in room],
@@ -145,6 +152,34 @@ class KvHolders:
                 start += size
                 room[instance] -= size
         return self._with_answer(request, tuple(slices), room, cached.taken)
+
+    def _continued(
+        self,
+        request: Request,
+        cached: Cached,
+        resident: Mapping[InstanceId, int],
+        room: dict[InstanceId, int],
+    ) -> Placed | None:
+        """Place a short rest and the first of its answer on one instance; None if it is long or has
+        no slots there.
+
+        This is where the prefix ends, until it has too many tokens.
+        """
+        few, start = cached.tokens // SHORT_TURN, request.prompt_tokens
+        tokens = start - cached.tokens
+        if tokens > few:
+            return None
+        last = max(cached.slices, key=attrgetter("stop")).instance
+        if resident[last] > cached.tokens // len(room) + few:
+            last = min(room, key=lambda instance: (resident.get(instance, 0), -room[instance]))
+        first = min(request.output_tokens, few - tokens)
+        if room[last] < tokens + first:
+            return None
+        room[last] -= tokens + first
+        slices = (*cached.slices, KvSlice(last, cached.tokens, start))
+        return self._with_answer(
+            request, slices, room, cached.taken, (KvSlice(last, start, start + first),)
+        )
 
     def in_place(self, request: Request, cached: Cached, rows: tuple[KvSlice, ...]) -> Placed:
         """Place a prompt where it is computed, and its answer there as well if it finds slots."""
@@ -173,20 +208,22 @@ class KvHolders:
         slices: tuple[KvSlice, ...],
         room: Mapping[InstanceId, int],
         taken: Mapping[InstanceId, int],
+        first: tuple[KvSlice, ...] = (),
     ) -> Placed:
         """Choose the holders of the answer, and the master: the holder that samples the fewest.
 
         Args:
             room: free slots of each holder.
+            first: placement of the answer's first tokens, if they have one.
         """
-        resident = tokens_on(slices)
+        resident, placed = tokens_on((*slices, *first)), sum(part.tokens for part in first)
         # The holder with fewest tokens gets the first one, so that all are even at any time.
         rotation = sorted(room, key=lambda instance: (resident.get(instance, 0), -room[instance]))
         rooms = [(instance, room[instance]) for instance in rotation if room[instance]]
-        answer = tuple(interleaved(request.prompt_tokens, request.output_tokens, rooms))
+        rest = interleaved(request.prompt_tokens + placed, request.output_tokens - placed, rooms)
         masters = [instance for instance in room if self._more[instance] > 0]
         master = min(masters, key=lambda instance: (self._mastered[instance], -room[instance]))
-        return Placed(slices, master, answer, taken)
+        return Placed(slices, master, (*(part for part in first if part.tokens), *rest), taken)
 
 
 def levelled(tokens: int, resident: Sequence[int], room: Sequence[int]) -> list[int]:
