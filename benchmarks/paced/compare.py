@@ -167,7 +167,8 @@ def _requests(arguments: argparse.Namespace) -> FittedRequests:
 async def ask_all(
     port: int, requests: Sequence[WorkloadRequest], model: str = "paced"
 ) -> list[Answer]:
-    """Send each request at its time, on a connection of its own."""
+    """Send each request at its time, on a connection of its own, with its objective if it has
+    one."""
     warm_up = Connection(port)
     await warm_up.open()
     for _ in range(10):
@@ -181,6 +182,8 @@ async def _one(port: int, start: float, request: WorkloadRequest, model: str) ->
     """Send a request at its time; waiting to send counts as latency."""
     at = start + request.arrival_ns / 1e9
     body = _body(request.input_length, request.output_length, model)
+    slo_ms = None if request.slo is None else request.slo.ttft
+    headers = b"" if slo_ms is None else b"x-slo-ttft-ms: %d\r\n" % round(slo_ms)
     await asyncio.sleep(at - time.monotonic() - LEAD_S / 2)
     connection = Connection(port)
     await connection.open()
@@ -189,7 +192,7 @@ async def _one(port: int, start: float, request: WorkloadRequest, model: str) ->
         await asyncio.sleep(at - time.monotonic() - 0.001)
         while time.monotonic() < at:  # noqa: ASYNC110 (no event comes with a time)
             await asyncio.sleep(0)
-        answer = await connection.ask_raw(body)
+        answer = await connection.ask_raw(body, headers=headers)
     finally:
         connection.close()
     if answer.status != 200:

@@ -58,13 +58,19 @@ class Connection:
         """Send POST /v1/completions and read the whole answer."""
         return await self.ask_raw(json.dumps(body).encode(), stamps=stamps)
 
-    async def ask_raw(self, content: bytes, *, stamps: bool = False) -> Answer:
-        """Send a request whose body is JSON already, and read the whole answer."""
+    async def ask_raw(
+        self, content: bytes, *, stamps: bool = False, headers: bytes = b""
+    ) -> Answer:
+        """Send a request whose body is JSON already, and read the whole answer.
+
+        Args:
+            headers: further ones, each with its end of line.
+        """
         assert self._reader is not None
         assert self._writer is not None
         self._writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: paced\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n" % len(content) + content
+            b"content-length: %d\r\n%b\r\n" % (len(content), headers) + content
         )
         answer = Answer(sent=time.monotonic())
         async with asyncio.timeout(ANSWER_S):
