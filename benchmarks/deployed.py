@@ -78,6 +78,16 @@ def deployed_beside(application: dict[str, Any], url: str) -> None:
         time.sleep(0.3)
 
 
+def running(deployment: str) -> set[int]:
+    """Return the processes of one of the server's deployments."""
+    head = ray_head.find_head(ray_head.RUN_DIR)
+    assert head is not None, "nothing is deployed from this directory"
+    url = f"{head.dashboard}/api/serve/applications/"
+    answer = httpx.get(url, headers=head.headers, timeout=READY_S).json()
+    replicas = answer["applications"]["csps"]["deployments"][deployment]["replicas"]
+    return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
+
+
 @contextlib.contextmanager
 def process(command: list[str], *, ready_url: str, **environment: str) -> Iterator[str]:
     """Run another server for comparison, and end its process group afterwards."""

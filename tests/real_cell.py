@@ -47,6 +47,8 @@ class Cell:
     backends: int
     """Transfers that a decode rank receives at a time."""
     kv_slots: int
+    kv_files: Path | None = None
+    """Folder in which KV survives its gang."""
     gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
     started: list[ThreadGang] = field(default_factory=list)
     """Gangs that run now, and those before them."""
@@ -60,6 +62,7 @@ class Cell:
             tp=self.tp,
             kv_receiving_backends=self.backends,
             kv_slots=self.kv_slots,
+            kv_files_path=None if self.kv_files is None else str(self.kv_files),
         )
         self.gangs[role] = ThreadGang(plan, in_processes)
         self.started.append(self.gangs[role])
@@ -143,6 +146,7 @@ async def real_cell(
     kv_slots: int = 4096,
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
+    kv_files: Path | None = None,
     latencies: Latencies | None = None,
     observer: RequestObserver | None = None,
 ) -> AsyncIterator[Cell]:
@@ -150,6 +154,7 @@ async def real_cell(
 
     Args:
         mortal: role of the gang whose rank 1 is a process.
+        kv_files: folder in which KV survives its gang, if `reuse` says so.
         latencies: latencies that the policy assumes.
     """
     directory = StaticDirectory()
@@ -167,7 +172,7 @@ async def real_cell(
     service = RequestService(
         cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, observer=observer
     )
-    cell = Cell(model, directory, service, instances, tp, backends, kv_slots)
+    cell = Cell(model, directory, service, instances, tp, backends, kv_slots, kv_files)
     try:
         await service.start()
         await asyncio.gather(

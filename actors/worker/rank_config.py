@@ -45,7 +45,7 @@ class RankConfig:
     kv_checksum: float = 0.0
     """Fraction of KV messages whose bytes the receiver checks, 0 to 1."""
     kv_files_path: str | None = None
-    """Folder in which the KV of prompts survives this process; None: it does not."""
+    """Folder in which KV survives this process; None: it does not."""
     kv_files_bytes: int = 0
     """Limit of all files in that folder, whoever writes them."""
     release: str = ""

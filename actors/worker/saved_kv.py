@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 PINNED_SHARE = 2
 """One in so many slots may wait to be written."""
+SPEED_BYTES = 2**20
+"""Least bytes that say how fast a disk is: to open a small file takes longer than to read it."""
 RUNS_AT_ONCE = 256
 """Runs in one notification: a few hundred kilobytes."""
 
@@ -131,12 +133,13 @@ class SavedKv:
         try:
             runs = list(self._files.runs())
             if runs and not self._bytes_per_s:
-                self._measure(runs[-1])
+                self._measure(max(runs, key=lambda run: run.stop - run.start))
         except OSError as error:
             _log.warning("saved KV cannot be listed: %s", error)
-            return
-        for at in range(0, len(runs), RUNS_AT_ONCE):
-            self._report(tuple(runs[at : at + RUNS_AT_ONCE]), written=False)
+            runs = []
+        for at in range(0, max(1, len(runs)), RUNS_AT_ONCE):
+            some = tuple(runs[at : at + RUNS_AT_ONCE])
+            self._report(some, written=False, listed=at + RUNS_AT_ONCE >= len(runs))
 
     def _measure(self, run: SavedRun) -> None:
         """Measure how fast this disk is read."""
@@ -149,14 +152,16 @@ class SavedKv:
             self._note_speed(size, time.monotonic() - began)
 
     def _note_speed(self, size: int, seconds: float) -> None:
-        self._bytes_per_s = max(1, int(size / max(seconds, 1e-6)))
+        if size >= SPEED_BYTES or not self._bytes_per_s:
+            self._bytes_per_s = max(1, int(size / max(seconds, 1e-6)))
 
-    def _report(self, runs: tuple[SavedRun, ...], *, written: bool) -> None:
+    def _report(self, runs: tuple[SavedRun, ...], *, written: bool, listed: bool = False) -> None:
         saved = KvSaved(
             rank=self._engine.rank,
             runs=runs,
-            bytes_per_s=max(1, self._bytes_per_s),
+            bytes_per_s=self._bytes_per_s,
             written=written,
+            listed=listed,
         )
         self._notify("saved", saved)
 

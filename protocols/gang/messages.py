@@ -586,14 +586,16 @@ class KvRetained:
 @dataclass(frozen=True, kw_only=True)
 class KvSaved:
     """`saved`: runs of which the rank has its part in files. It sends one when it has written a
-    run, and all that it has after `list_saved`."""
+    run, and all that it has after `list_saved`, in one or several."""
 
     rank: int
     runs: tuple[SavedRun, ...]
     bytes_per_s: int
-    """Speed at which the rank read files last, or wrote them if it has read none."""
+    """Speed at which the rank read files last, or wrote them if it has read none; 0: unknown."""
     written: bool
     """True if it has written them just now."""
+    listed: bool = False
+    """True in the last one after `list_saved`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
 
     section = settings.gangs[role]
     check_gpus(settings)
-    files = settings.kv_reuse.files if role == "prefill" else None
+    files = settings.kv_files_of(role)
     return RankConfig(
         model_dir=str(settings.model_dir),
         model_overrides=settings.model_overrides,

@@ -102,7 +102,8 @@ class RankNotifications:
         self._pending_acks: dict[tuple[GangId, SequenceId], list[PendingRanks]] = {}
         """Answers to Retain and Evict: one record for each message, in their order."""
         self._saving: dict[tuple[InstanceId, str], PendingRanks] = {}
-        """Ranks that have not reported their part of a run, of instances of which some rank has."""
+        """Ranks that have not reported their part of a run, of instances of which some rank has;
+        for a run without a name, those that have not listed all that they have."""
         self._restoring: dict[tuple[GangId, SequenceId], _Restoring] = {}
         self._last_heartbeat: dict[tuple[GangId, int], float] = {}
         self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
@@ -248,12 +249,20 @@ class RankNotifications:
             if pending.awaits(instance, rank) and pending.reported(instance, rank):
                 del self._saving[key]
                 whole.append(run)
-        if whole:
+        listed = saved.listed and self._saving.setdefault(
+            (instance, ""), PendingRanks(gang, [instance])
+        ).reported(instance, rank)
+        if whole or listed:
             if saved.written:
                 slices = (kv_slice for run in whole for kv_slice in run.slices)
                 self._observer.kv_saved(tokens_on(slices).get(gang.instance_of(rank), 0))
             self._post_event(
-                Saved(instance=instance, runs=tuple(whole), bytes_per_s=saved.bytes_per_s)
+                Saved(
+                    instance=instance,
+                    runs=tuple(whole),
+                    bytes_per_s=saved.bytes_per_s,
+                    listed=listed,
+                )
             )
 
     def expect_restored(self, gang_number: GangId, gang: GangClient, sequence_id: int) -> None:

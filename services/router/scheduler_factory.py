@@ -46,6 +46,7 @@ def make_reuse(settings: Settings) -> ReuseSettings:
         enabled=given.enabled,
         max_share=given.max_share,
         files_bytes=0 if given.files is None else given.files.bytes,
+        decode_rest_tokens=settings.decode.prefill_tokens_max if settings.elastic is None else 0,
     )
 
 

@@ -330,7 +330,8 @@ class RequestService:
         gang_number = self._gangs.add(gang)
         self._driver.post_event(gang_up(gang_number, gang, generation=self._cluster.generation))
         self._costs.gang_up(gang)
-        if self._scheduler.restores_kv and gang.role == "prefill":
+        scheduler = self._scheduler
+        if scheduler.restores_decode_kv if gang.role == "decode" else scheduler.restores_kv:
             gang.notify_all("list_saved")
 
     def gang_down(self, gang: GangClient, reason: str) -> None:

@@ -202,10 +202,10 @@ class KvTransferSettings(SettingsSection):
 
 
 class KvFilesSettings(SettingsSection):
-    """Files in which the KV of prompts survives its gang (`docs/operations.md`)."""
+    """Files in which KV survives its gang (`docs/operations.md`)."""
 
     path: str
-    """Folder on each machine with prefill ranks, or one that all share."""
+    """Folder on each machine with ranks that prefill, or one that all share."""
     mib: Count = 4096
     """Limit of all files in a folder, whoever writes them. The least recently used go first."""
 
@@ -224,7 +224,7 @@ class KvReuseSettings(SettingsSection):
     """Fraction of an instance's slots for cached KV that no request uses. It is evicted when a
     request needs the slots."""
     files: KvFilesSettings | None = None
-    """Where the KV of prompts survives a restart of its gang; None: it is lost."""
+    """Where KV survives a restart of its gang; None: it is lost."""
 
     @model_validator(mode="after")
     def _files_need_reuse(self) -> Self:
@@ -562,15 +562,6 @@ class Settings(SettingsSection):
         return self
 
     @model_validator(mode="after")
-    def _files_need_a_prefill_gang(self) -> Self:
-        if self.kv_reuse.files is not None and self.elastic is not None:
-            raise ValueError(
-                "kv_reuse.files: only the KV of prefill gangs survives in files, and this cell has "
-                "an elastic gang"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _topology_fits_the_gangs(self) -> Self:
         for role in get_args(GangRole):
             locations = self.topology.of(role)
@@ -594,6 +585,12 @@ class Settings(SettingsSection):
         if self.elastic is None and self.decode.prefill_tokens_max:
             options[PIGGYBACK_OPTION] = self.decode.prefill_tokens_max
         return options
+
+    def kv_files_of(self, role: GangRole) -> KvFilesSettings | None:
+        """Return the files of a gang's KV; None if it has none. A decode gang's KV is worth files
+        only if it computes ends of prompts behind it."""
+        decodes_only = role == "decode" and not self.decode.prefill_tokens_max
+        return None if decodes_only else self.kv_reuse.files
 
     @property
     def prefilling_role(self) -> GangRole:

@@ -214,7 +214,7 @@ class TransferMetrics:
 
 
 class FileMetrics:
-    """KV of prompts that is written to files and read from them."""
+    """KV that is written to files and read from them."""
 
     def __init__(self, series: Series) -> None:
         self._saved = series.counter("kv_saved_tokens", "Tokens whose KV was written to files.")

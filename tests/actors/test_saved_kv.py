@@ -15,7 +15,7 @@ from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 from torch import Tensor
 
-from csps.actors.kv_cache.kv_files import KvFiles
+from csps.actors.kv_cache.kv_files import KvFile, KvFiles
 from csps.actors.worker import saved_kv
 from csps.protocols.core.placement import KvSlice, Span, place, tokens_on, within, zigzag
 from csps.protocols.gang.messages import (
@@ -108,7 +108,7 @@ async def test_the_next_gang_answers_from_the_files_of_the_last(
         tiny_llama, prefill=2, decode=1, prefill_tp=tp, kv_files=tmp_path
     ) as cell:
         cell.prefill.notify_all("list_saved")
-        await cell.until_received(2 * tp, KvSaved, runs=(RUN,), written=False)
+        await cell.until_received(2 * tp, KvSaved, runs=(RUN,), written=False, listed=True)
         assert await restore(cell) == [LENGTH // 2] * 2 * tp
         after = kv_of(cell, RESTORED, PLACED)
         assert all(map(torch.equal, before, after))
@@ -125,6 +125,31 @@ async def test_the_next_gang_answers_from_the_files_of_the_last(
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, text.tolist(), 4)]
         await cell.freed(NEXT)
         await evict(cell, RESTORED)
+
+
+async def test_the_longest_run_tells_how_fast_the_disk_is(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open a small file takes longer than to read it."""
+    short = SavedRun(start=24, hashes=HASHES[3:], slices=within(PLACED, Span(24, 40)))
+    async with thread_cell(tiny_llama, prefill=2, decode=1, kv_files=tmp_path) as cell:
+        await compute(cell)
+        await save(cell)
+        cell.prefill.notify_all("save", pack(SaveKv(sequence_id=FIRST, run=short)))
+        await cell.until_received(2 + len(tokens_on(short.slices)), KvSaved, written=True)
+        await evict(cell, FIRST)
+    read, load = list[str](), KvFiles.load
+
+    def loaded(files: KvFiles, run: str) -> KvFile:
+        read.append(run)
+        return load(files, run)
+
+    monkeypatch.setattr(KvFiles, "load", loaded)
+    async with thread_cell(tiny_llama, prefill=2, decode=1, kv_files=tmp_path) as cell:
+        cell.prefill.notify_all("list_saved")
+        await cell.until_received(2, KvSaved, listed=True)
+        assert read == [RUN.name] * 2
+        assert all(message.bytes_per_s > 1 for message in cell.about(KvSaved, listed=True))
 
 
 async def test_some_of_a_run_can_be_read(tiny_llama: Path, tmp_path: Path) -> None:

@@ -556,6 +556,14 @@ REUSED_KV = (
         test=f"{SCHEDULING}/test_restores.py::test_a_request_computes_what_could_not_be_read",
     ),
     Fault(
+        name="Requests that came before their gang do not wait for the list of its files.",
+        file="services/scheduling/core/restores.py",
+        old="if not (unlisted and _may_read(request)) and request.id not in self._waiting",
+        new="if request.id not in self._waiting",
+        test=f"{SCHEDULING}/test_restores.py::"
+        "test_a_request_that_came_before_its_gang_waits_for_the_list_of_its_files",
+    ),
+    Fault(
         name="Where a prompt leaves a saved run, the rest of the run is read as well.",
         file="services/scheduling/state/saved_runs.py",
         old="slices += within(self._placed(run), span)",

@@ -138,6 +138,17 @@ def test_an_instance_has_a_run_when_all_its_ranks_have_their_parts() -> None:
     assert watch.saved == [64], "what was listed was not written"
 
 
+def test_an_instance_has_listed_its_files_when_all_its_ranks_have() -> None:
+    gang, events = gang_of(2, 2), list[AnyEvent]()
+    reader = notifications(gang, events)
+    for rank, runs, listed in ((2, RUNS[:1], False), (2, (), True), (0, (), True), (3, RUNS, True)):
+        assert not [event for event in events if event.listed]  # type: ignore[union-attr]
+        saved = KvSaved(rank=rank, runs=runs, bytes_per_s=9, written=False, listed=listed)
+        reader.read(gang, rank, "saved", pack(saved))
+    second = instance_id(GANG, 1)
+    assert events == [Saved(instance=second, runs=RUNS[:1], bytes_per_s=9, listed=True)]
+
+
 @pytest.mark.parametrize("failed", [None, 0, 1])
 def test_an_instance_has_read_what_all_its_ranks_have(failed: int | None) -> None:
     gang, events, watch = gang_of(2, 2), list[AnyEvent](), Watch()

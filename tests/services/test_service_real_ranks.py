@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from arbitrary_layout_policy import AnyLayout
 from gang_threads import eventually
@@ -14,11 +15,14 @@ from paused_ranks import PausedDecodeBatch, PausedSteps
 from real_cell import ELASTIC, POLICIES, answer, real_cell, streams
 from tiny_checkpoints import make_checkpoint, reference_tokens
 
+from csps.configurator.costs.cost_table import Unmeasured
 from csps.configurator.costs.latency_tables import SHIPPED
 from csps.protocols.attention.csa import CsaSettings
 from csps.protocols.gang.members import GangRole
 from csps.services.cluster.attachment import PAIR
 from csps.services.requests.request_handle import ElasticEvent
+from csps.services.scheduling.deciding.decisions import Policy
+from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.telemetry.observer import NullObserver
 
@@ -232,6 +236,82 @@ async def test_streams_continue_with_the_same_tokens_when_a_gang_is_killed(
         assert await asyncio.gather(*answers) == undisturbed
         assert max(handle.timings.attempts for handle in requests) == 2
         await cell.settled()
+
+
+async def test_the_kv_of_a_killed_prefill_rank_comes_back_from_files(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """A request that came while the gang was away finds them, too."""
+    block = 32
+    text = np.random.default_rng(4).integers(0, 256, 900).tolist()
+    first, second, third = text[:600], text[:700], text
+    # Files are read faster than these tokens would be computed, however busy the machine is.
+    slow = Unmeasured(token_ns=10**8)
+    reuse = ReuseSettings(enabled=True, block_tokens=block, files_bytes=1 << 30)
+    async with real_cell(
+        tiny_llama, mortal="prefill", reuse=reuse, kv_files=tmp_path, latencies=slow
+    ) as cell:
+        prefix = cell.service._scheduler._prefix
+        before = cell.submit_tokens(first, 6, block)
+        assert await answer(before) == reference_tokens(tiny_llama, first, 6)
+        await eventually(lambda: sum(map(len, prefix.saved.values())) == len(first) // block)
+        cell.gangs["prefill"].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        waiting = cell.submit_tokens(second, 6, block)
+        await cell.start_gang("prefill")
+        cell.publish()
+        assert await answer(waiting) == reference_tokens(tiny_llama, second, 6)
+        assert waiting.cached_tokens == len(first) // block * block
+        later = cell.submit_tokens(third, 6, block)
+        assert await answer(later) == reference_tokens(tiny_llama, third, 6)
+        assert later.cached_tokens == len(second) // block * block
+        cell.service.check_integrity()
+
+
+PIGGYBACKED = {**POLICIES["csps"], "prefill_tokens_max": 200}
+
+
+@pytest.mark.parametrize(
+    ("killed", "policy", "gangs"),
+    [
+        ("elastic", "chunked_prefill", {"roles": ELASTIC}),
+        ("elastic", "loongserve", {"roles": ELASTIC, "instances": 3}),
+        ("elastic", "context_parallel", {"roles": ELASTIC, "tp": 2}),
+        ("decode", make_policy("csps", PIGGYBACKED), {}),
+    ],
+)
+async def test_the_kv_of_answers_comes_back_from_files(
+    tiny_llama: Path, tmp_path: Path, killed: GangRole, policy: str | Policy, gangs: dict[str, Any]
+) -> None:
+    block, output = 32, 200
+    text = np.random.default_rng(5).integers(0, 256, 400).tolist()
+    slow = Unmeasured(token_ns=10**8)
+    reuse = ReuseSettings(
+        enabled=True, block_tokens=block, files_bytes=1 << 30, decode_rest_tokens=200
+    )
+    async with real_cell(
+        tiny_llama,
+        policy,
+        mortal=killed,
+        reuse=reuse,
+        kv_files=tmp_path,
+        latencies=slow,
+        **gangs,
+    ) as cell:
+        prefix = cell.service._scheduler._prefix
+        said = await answer(cell.submit_tokens(text, output, block))
+        assert said == reference_tokens(tiny_llama, text, output)
+        whole = (len(text) + output - 1) // block  # the last token has no KV
+        await eventually(lambda: max(map(len, prefix.saved.values())) == whole)
+        cell.gangs[killed].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        following = [*text, *said, *text[:50]]
+        waiting = cell.submit_tokens(following, 6, block)
+        await cell.start_gang(killed)
+        cell.publish()
+        assert await answer(waiting) == reference_tokens(tiny_llama, following, 6)
+        assert waiting.cached_tokens == whole * block
+        cell.service.check_integrity()
 
 
 async def test_answers_and_piggybacked_prefills_continue_when_an_elastic_gang_is_killed(

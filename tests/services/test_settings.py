@@ -77,10 +77,6 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             {"kv_reuse": {"enabled": False, "files": {"path": "kv"}}},
             "kv_reuse: files: enabled is false, so there is no KV to save",
         ),
-        (
-            {**ELASTIC, "kv_reuse": {"files": {"path": "kv"}}},
-            "kv_reuse.files: only the KV of prefill gangs survives in files",
-        ),
         ({"kv_reuse": {"files": {"mib": 5}}}, "kv_reuse.files.path: "),
         ({"topology": {"link_ratio": 0.5}}, "topology.link_ratio: must be greater than or"),
         ({"topology": {"link_ratio": float("inf")}}, "topology.link_ratio: must be a fini"),

@@ -1,9 +1,10 @@
 """Reads KV back from files before a request starts, where that is faster than to compute it.
 
-Each waiting request is considered once, when few are before it. It waits while its gang reads, but
-not for longer than it would take to compute what is read: then it starts without. What was read
-joins the prefix cache in any case, as if the gang had retained it all the time. If an instance
-could not read its part, nothing is retained, and the files count as gone.
+A gang that has come up lists its files first; requests that may want some wait for the list, but
+not long. Then each waiting request is considered once, when few are before it. It waits while its
+gang reads, but not for longer than it would take to compute what is read: then it starts without.
+What was read joins the prefix cache in any case, as if the gang had retained it all the time. If an
+instance could not read its part, nothing is retained, and the files count as gone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from csps.services.scheduling.core.promises import Promises
 from csps.services.scheduling.core.requests import Requests
 from csps.services.scheduling.events.events import (
     GangId,
+    InstanceId,
     RequestId,
     Restored,
     Saved,
@@ -35,6 +37,8 @@ _log = logging.getLogger(__name__)
 AHEAD = 8
 """Requests at the head of each queue that are considered: KV that is read long before it is needed
 takes slots from others."""
+LISTING_NS = 2 * SECOND_NS
+"""Longest wait for the list of what a gang has in files."""
 OVERHEAD_NS = 5_000_000
 """Time of a restore besides reading: two messages, and files to be found and opened."""
 
@@ -54,6 +58,15 @@ class Restore(Live, kw_only=True, eq=False):
     """False once an instance could not read its part."""
 
 
+class Listing(Live, kw_only=True, eq=False):
+    """Gang that has not listed its files yet."""
+
+    unlisted: dict[InstanceId, None]
+    """Instances that still owe their list."""
+    timer: Timer
+    """Timer that ends the wait."""
+
+
 class Restores:
     """Restores under way, and the requests that wait for them."""
 
@@ -68,6 +81,7 @@ class Restores:
     ) -> None:
         self._round, self._timers, self._gangs = this_round, timers, gangs
         self._requests, self._promises, self._prefix = requests, promises, prefix
+        self._listing: dict[GangId, Listing] = {}
         self._reading: dict[tuple[GangId, SequenceId], Restore] = {}
         self._waiting: dict[RequestId, None] = {}
         """Requests that wait for files."""
@@ -80,13 +94,38 @@ class Restores:
     def startable(
         self, queues: Mapping[Priority, Many[Request]]
     ) -> Mapping[Priority, Many[Request]]:
-        """Return the queues without requests that wait for files."""
-        if not self._waiting:
+        """Return the queues without requests that wait for files, or for a list of them."""
+        unlisted = self._listing and all(
+            pair.prefill.id in self._listing or pair.decode.id in self._listing
+            for pair in self._gangs.pairs
+        )
+        if not self._waiting and not unlisted:
             return queues
         return {
-            priority: [request for request in queue if request.id not in self._waiting]
+            priority: [
+                request
+                for request in queue
+                if not (unlisted and _may_read(request)) and request.id not in self._waiting
+            ]
             for priority, queue in queues.items()
         }
+
+    # --- lists ---
+
+    def add(self, gang: Gang) -> None:
+        """Wait for the list of files of a gang that has come up."""
+        if gang.id in self._prefix.saved:
+            until_ns = self._round.now_ns + LISTING_NS
+            self._listing[gang.id] = Listing(
+                unlisted={instance.id: None for instance in gang.instances},
+                timer=self._timers.at(until_ns, partial(self._listed, gang.id)),
+            )
+
+    def _listed(self, gang: GangId) -> None:
+        """Let requests start on a gang, whether it has listed its files or not."""
+        if (listing := self._listing.pop(gang, None)) is not None:
+            self._timers.cancel(listing.timer)
+        self._round.stale = True
 
     # --- beginning ---
 
@@ -96,19 +135,37 @@ class Restores:
             return
         for queue in self._requests.queue.startable.values():
             for request in queue[:AHEAD]:
-                if request.hashes and not request.attempts and not request.restored:
+                if _may_read(request):
                     self._consider(request)
 
     def _consider(self, request: Request) -> None:
+        for pair in self._gangs.pairs:
+            if (found := self._restorable(request, pair.decode)) is None:
+                continue
+            rest = request.prompt_tokens - found.stop
+            if pair.decode.may_prefill or rest > self._prefix.settings.decode_rest_tokens:
+                continue
+            # It computes the rest itself, in place of the prefill gang.
+            cached = self._prefix.longest(request, pair.prefill.id)
+            computing_ns, _ = self._promises.prompt_ns(
+                request.prompt_tokens, cached.tokens if cached else 0, pair.prefill
+            )
+            if self._pays_off(pair.decode, found, computing_ns):
+                self._begin_with_room(request, pair.decode, found, computing_ns)
+                return
         for gang in {pair.prefill.id: pair.prefill for pair in self._gangs.pairs}.values():
-            found = self._prefix.restorable(request, gang)
-            if found is None:
+            if (found := self._restorable(request, gang)) is None:
                 continue
             computing_ns = self._computing_ns(request, gang, found)
             request.restored = not self._pays_off(gang, found, computing_ns)
-            if not request.restored and self._has_room(request, gang, found):
-                self._begin(request, gang, found, computing_ns)
+            if not request.restored:
+                self._begin_with_room(request, gang, found, computing_ns)
             return
+
+    def _restorable(self, request: Request, gang: Gang) -> Restorable | None:
+        """Return what files have of a prompt behind what its gang has cached; None if nothing, or
+        if it is not listed yet."""
+        return None if gang.id in self._listing else self._prefix.restorable(request, gang)
 
     def _computing_ns(self, request: Request, gang: Gang, found: Restorable) -> int:
         """Predict how long it takes to compute what files have; 0 if that is unknown."""
@@ -122,6 +179,12 @@ class Restores:
         speed = self._prefix.saved[gang.id].bytes_per_s
         read_ns = OVERHEAD_NS + most * gang.kv_bytes_per_token * SECOND_NS // max(1, speed)
         return read_ns < computing_ns and self._prefix.may_cache(gang, found.slices)
+
+    def _begin_with_room(
+        self, request: Request, gang: Gang, found: Restorable, computing_ns: int
+    ) -> None:
+        if self._has_room(request, gang, found):
+            self._begin(request, gang, found, computing_ns)
 
     def _has_room(self, request: Request, gang: Gang, found: Restorable) -> bool:
         """Return whether all slots are empty now; if others can be evicted, evict."""
@@ -165,9 +228,14 @@ class Restores:
 
     def saved(self, event: Saved) -> None:
         """Note what an instance has in files."""
-        if (saved := self._prefix.saved.get(gang_of(event.instance))) is not None:
+        gang = gang_of(event.instance)
+        if (saved := self._prefix.saved.get(gang)) is not None:
             saved.add(event.instance, event.runs, event.bytes_per_s)
             self._round.stale = True
+        if event.listed and (listing := self._listing.get(gang)) is not None:
+            listing.unlisted.pop(event.instance, None)
+            if not listing.unlisted:
+                self._listed(gang)
 
     def restored(self, event: Restored) -> None:
         """Note that an instance has read its part, or could not."""
@@ -196,7 +264,8 @@ class Restores:
         self._release(restore.request)
 
     def drop(self, gang: Gang) -> None:
-        """Drop what a gang that is gone was reading."""
+        """Drop what a gang that is gone was listing and reading."""
+        self._listed(gang.id)
         for of in [of for of in self._reading if of[0] == gang.id]:
             restore = self._reading.pop(of)
             self._timers.cancel(restore.timer)
@@ -204,6 +273,12 @@ class Restores:
             self._release(restore.request)
 
     def check(self) -> None:
-        """Assert that requests wait only for files that are being read."""
+        """Assert that requests wait only for files that are being listed or read."""
+        assert self._listing.keys() <= self._prefix.saved.keys(), "a gang that is gone lists files"
         reading = {restore.request.id for restore in self._reading.values()}
         assert self._waiting.keys() <= reading, "a request waits for files that nobody reads"
+
+
+def _may_read(request: Request) -> bool:
+    """Return whether a request may wait for files: once, and not after a fault."""
+    return bool(request.hashes) and not request.attempts and not request.restored

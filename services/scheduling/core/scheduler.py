@@ -235,8 +235,13 @@ class Scheduler:
 
     @property
     def restores_kv(self) -> bool:
-        """True if the KV of prompts survives its gang in files."""
+        """True if KV survives its gang in files."""
         return bool(self._prefix.settings.files_bytes)
+
+    @property
+    def restores_decode_kv(self) -> bool:
+        """True if that of a decode gang does, too."""
+        return self.restores_kv and bool(self._prefix.settings.decode_rest_tokens)
 
     @property
     def ready(self) -> bool:
@@ -493,6 +498,7 @@ class GangEvents:
         self._steps.ledger.add(gang)
         self._sequences.ledger.add(gang)
         self._prefix.add(gang)
+        self._restores.add(gang)
         self._paired()
 
     def _gang_down(self, event: ev.GangDown) -> None:

@@ -167,7 +167,9 @@ class Saved(Event, frozen=True, tag="saved"):
     instance: InstanceId
     runs: tuple[SavedRun, ...]
     bytes_per_s: int
-    """Speed at which one of its ranks reads files."""
+    """Speed at which one of its ranks reads files; 0: unknown."""
+    listed: bool = False
+    """True if it has reported all that it had when its gang came up."""
 
 
 class Restored(Event, frozen=True, tag="restored"):

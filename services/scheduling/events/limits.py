@@ -83,8 +83,10 @@ class ReuseSettings:
     """Share of an instance's slots for retained KV that nobody reads."""
     block_tokens: int = BLOCK_TOKENS
     files_bytes: int = 0
-    """Limit of the files in which the KV of prompts survives its gang, on each machine; 0: it does
-    not."""
+    """Limit of the files in which KV survives its gang, on each machine; 0: it does not."""
+    decode_rest_tokens: int = 0
+    """Most tokens of a prompt that a decode gang computes behind what it has cached; 0: it computes
+    none, and its KV goes to no files."""
 
     def __post_init__(self) -> None:
         if self.files_bytes < 0:

@@ -56,7 +56,7 @@ class PrefixCache:
         self.ledger.add(gang)
         self.trees[gang.id] = PrefixTree(self.settings.block_tokens)
         self._slots.update((instance.id, 0) for instance in gang.instances)
-        if self.settings.files_bytes and gang.may_prefill and not gang.may_decode:
+        if self.settings.files_bytes and (gang.may_prefill or self.settings.decode_rest_tokens):
             block_bytes = self.settings.block_tokens * max(1, gang.kv_bytes_per_token)
             # Ranks on machines of their own have as many files each.
             most = len(gang.instances) * self.settings.files_bytes // block_bytes
@@ -184,6 +184,7 @@ class PrefixCache:
         left = self._take_over(gang, source, reused) if retained else []
         start = left[-1].start if left else retained.start
         self._command(RetainKv, gang, source, range(start, retained.stop))
+        self._save(gang, source, request, hashes, retained, slices)
         self._evict_left(gang, left)
         self._update(gang)
 

@@ -60,12 +60,13 @@ class SavedRuns:
 
     @property
     def bytes_per_s(self) -> int:
-        """Speed of the slowest instance; 0 before any has reported."""
+        """Speed of the slowest instance; 0 while none knows it."""
         return min(self._speeds.values(), default=0)
 
     def add(self, instance: InstanceId, runs: Iterable[SavedRun], bytes_per_s: int) -> None:
-        """Note parts that an instance has, and its speed."""
-        self._speeds[instance] = bytes_per_s
+        """Note parts that an instance has, and its speed, if it knows it."""
+        if bytes_per_s:
+            self._speeds[instance] = bytes_per_s
         for run in runs:
             here = self._reported.setdefault(run.name, {})
             here[instance] = None

@@ -18,7 +18,7 @@ from csps.services.scheduling.core.decision_log import (
     command_bytes,
     replay,
 )
-from csps.services.scheduling.core.restores import OVERHEAD_NS
+from csps.services.scheduling.core.restores import LISTING_NS, OVERHEAD_NS
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
@@ -50,18 +50,26 @@ class Filing(SchedulerHarness):
         self.bring_up()
 
     def bring_up(self, *runs: SavedRun, speed: int = FAST) -> list[cmd.AnyCommand]:
-        """Bring a prefill gang up that has files of these runs; return what starts before it has
-        reported them."""
+        """Bring a prefill gang up that has files of these runs; return what starts once it has
+        listed them."""
+        self.bring_up_unlisted()
+        return self.report(*runs, speed=speed, listed=True)
+
+    def bring_up_unlisted(self) -> list[cmd.AnyCommand]:
+        """Bring a prefill gang up that has not listed its files; return what starts at once."""
         self._gang += 1
         up = self.prefill(self._gang, kv_bytes_per_token=TOKEN_BYTES)
-        commands = self.turn(up, ev.LinkUp(prefill=self._gang, decode=self.decode_gang))
-        self.report(*runs, speed=speed)
-        return commands
+        return self.turn(up, ev.LinkUp(prefill=self._gang, decode=self.decode_gang))
 
-    def report(self, *runs: SavedRun, speed: int = FAST) -> list[cmd.AnyCommand]:
+    def report(
+        self, *runs: SavedRun, speed: int = FAST, listed: bool = False
+    ) -> list[cmd.AnyCommand]:
         """Report runs as all instances do."""
         return self.turn(
-            *(ev.Saved(instance=one, runs=runs, bytes_per_s=speed) for one in self.instances)
+            *(
+                ev.Saved(instance=one, runs=runs, bytes_per_s=speed, listed=listed)
+                for one in self.instances
+            )
         )
 
     @property
@@ -169,6 +177,32 @@ def test_what_was_read_serves_later_requests() -> None:
     filing.end(sent(filing.answer(message)))
     plan = sent(filing.ask(12, 400))
     assert plan.reserve.cached >= 320
+
+
+def test_a_request_that_came_before_its_gang_waits_for_the_list_of_its_files() -> None:
+    filing = Filing()
+    (run,) = filing.saved_by(10, 330)
+    filing.die()
+    assert not filing.ask(10, 330)
+    assert not filing.bring_up_unlisted()
+    assert sent(filing.turn(filing.submit(400, 10))).reserve.cached == 0, "it has no hashes"
+    first, second = (
+        ev.Saved(instance=one, runs=(run,), bytes_per_s=FAST, listed=True)
+        for one in filing.instances
+    )
+    assert not filing.turn(first)
+    (message,) = to_files(filing.turn(second), RestoreKv)
+    assert sent(filing.answer(message)).reserve.cached == 320
+
+
+def test_a_request_does_not_wait_for_a_list_that_does_not_come() -> None:
+    filing = Filing()
+    filing.die()
+    filing.ask(10, 330)
+    filing.bring_up_unlisted()
+    began_ns = filing.now_ns
+    assert sent(filing.wait()).reserve.cached == 0
+    assert filing.now_ns - began_ns == LISTING_NS
 
 
 @pytest.mark.parametrize("failed", [0, 1])
@@ -303,6 +337,14 @@ def test_where_a_prompt_leaves_a_run_another_one_goes_on() -> None:
         (other.name, 64, 128),
     ]
     assert found.slices == (KvSlice(first, 32, 64), KvSlice(second, 64, 128))
+
+
+def test_an_instance_without_files_does_not_say_that_reading_is_slow() -> None:
+    saved = saved_runs.SavedRuns(1, 32, most_blocks=40)
+    run = SavedRun(start=0, hashes=(b"a",), slices=(KvSlice(0, 0, 32),))
+    saved.add(instance_id(1, 0), (run,), FAST)
+    saved.add(instance_id(1, 1), (), 0)
+    assert saved.bytes_per_s == FAST
 
 
 def test_oldest_runs_are_forgotten_beyond_what_the_files_can_hold() -> None:
