@@ -46,15 +46,17 @@ Streams bring the server into the state: *queued* behind others, in *prefill*, w
 are fixed.
 
 A *black hole* swallows all packets of a connection and of those that try to replace it, *one way*
-those that arrive at the named process, *one way back* those that it sends. *Loss* drops one packet
-in a hundred. *Delay* drops all packets for a tenth of a second, again and again, so that TCP sends
+those that arrive at the named process, *one way back* those that it sends. A *reset* ends a
+connection at both ends. *Loss* drops one packet in a hundred. *Delay* drops all packets for a tenth of a second, again and again, so that TCP sends
 them again. *Slow* connections send 256 KiB a second.
 
 Other trials break nothing from outside. *Malformed input* sends requests, frames and headers that
 are wrong; *cancel at random* has clients leave at any moment, over ranks in one process; *same seed
 again* compares tokens and log-probabilities between policies, placements, batches and attempts.
 *Soak* loads a server for ten minutes while processes are killed, and compares what it holds before
-and afterwards. *Overload* sends more than a server can take.
+and afterwards. *Overload* sends more than a server can take: ten times the rate, from clients that
+share its processors, so goodput is compared per processor that they leave; ten thousand slow
+clients; bodies of 30 MB; and a key that floods, beside one that uses little.
 
 | column | |
 |---|---|
