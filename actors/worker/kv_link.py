@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from csps.protocols.core.errors import Cancelled
 from csps.protocols.gang.messages import ConnectKv, LinkBroken, Notify
 
 _log = logging.getLogger(__name__)
+
+ENDED_S = 5.0
+"""Time for the threads of a closed connection to end. Later ones keep it for a while."""
 
 
 class KvLinkEnd:
@@ -113,9 +117,18 @@ class KvLinkEnd:
 
     def leave(self) -> None:
         """Close the connection, if there is one; what was under way is lost."""
-        sender, receiver = self._sender, self._receiver
-        self._sender = self._receiver = None
+        if self._sender is None and self._receiver is None:
+            return
         self._loop.outgoing_transfers.use(None)
-        for end in (sender, receiver):
-            if end is not None:
-                end.close()
+        self._close()
+        # Errors and callbacks refer to the ends in circles, and so keep gloo's threads and sockets
+        # until Python looks for circles in all of the process, which may take hours.
+        gc.collect()
+
+    def _close(self) -> None:
+        ends = [end for end in (self._sender, self._receiver) if end is not None]
+        self._sender = self._receiver = None
+        for end in ends:
+            end.close()
+        for thread in (thread for end in ends for thread in end.threads):
+            thread.join(ENDED_S)

@@ -10,12 +10,18 @@ import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from kv_ends import IN_FLIGHT, ended, pair
 from torch.distributed import TCPStore
 
 from csps.actors.comm.process_group import PeerLost
 from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.sender import KvSender
+from csps.actors.worker.kv_link import KvLinkEnd
+from csps.models.network.spec import ModelSpec
 from csps.protocols.gang.messages import ConnectKv
 
 HOST = "127.0.0.1"
@@ -64,6 +70,48 @@ def lose_a_peer(number: int) -> None:
         spawned.close()
         ours.close()
         theirs.close()
+
+
+def gloo_threads() -> int:
+    names = (task / "comm" for task in Path("/proc/self/task").iterdir())
+    return sum("gloo" in name.read_text() for name in names)
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+def test_a_rank_that_leaves_keeps_no_thread_of_gloo(spec: ModelSpec, prefills: bool) -> None:
+    """Without waiting for Python to look for circles."""
+    gc.collect()
+    before = gloo_threads()
+    gc.disable()
+    try:
+        loop = SimpleNamespace(outgoing_transfers=SimpleNamespace(use=lambda sender: None))
+        unused: Any = None
+        link = KvLinkEnd(unused, unused, unused, cast(Any, loop), unused, unused)
+        with pair(spec) as (connection, receiver):
+            if prefills:
+                link._sender = KvSender(
+                    connection,
+                    receiver.pool,
+                    spec,
+                    rank=0,
+                    in_flight_bytes=IN_FLIGHT,
+                    checked=0.0,
+                    on_lost=lambda reason: None,
+                    on_broken=lambda error: None,
+                )
+            else:
+                link._receiver = receiver.end
+            receiver.end.close()
+            ended(receiver.end.threads)
+        # What the test itself refers to, `link` alone has to keep.
+        del connection, receiver
+        link.leave()
+        deadline = time.monotonic() + DEADLINE_S
+        while gloo_threads() > before:
+            assert time.monotonic() < deadline, f"{gloo_threads()} threads of {before}"
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
