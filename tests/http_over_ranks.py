@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from cluster_waits import linked
@@ -17,8 +17,10 @@ from gang_driver import ANSWER_S, SECRET, START_S, GangPlan
 from gang_threads import ThreadGang, eventually, started
 from live_server import serving
 
+from csps.actors.worker.rank import Rank
 from csps.configurator.costs.cost_table import CostTable, Unmeasured
 from csps.protocols.attention.plan import StrategyChoices, StrategyQuestions
+from csps.protocols.gang.members import GangMembers
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.fencing import MemoryGenerations
 from csps.services.cluster.membership import ClusterView, StaticDirectory
@@ -29,6 +31,7 @@ from csps.services.router.cost_table_service import Configure, CostTableService
 from csps.services.router.scheduler_factory import make_reuse
 from csps.services.router.service import RequestService
 from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.settings.credentials import ApiKeys
 from csps.services.settings.settings import KvFilesSettings, KvReuseSettings, Settings
@@ -51,6 +54,15 @@ class PlacedGang(GangPlan):
         return {**super().rank_fields(rank), "location": f"0-{server}-{rank}"}
 
 
+class StartedGang(Protocol):
+    """What a server needs to know of a gang."""
+
+    plan: GangPlan
+    members: GangMembers
+    ranks: Sequence[Rank]
+    """Those in this process."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """A server and everything behind it."""
@@ -59,7 +71,7 @@ class Served:
     service: RequestService
     costs: CostTableService
     metrics: Metrics
-    gangs: tuple[ThreadGang, ...]
+    gangs: Sequence[StartedGang]
     """Prefill and decode gang, or one elastic gang."""
 
     async def settled(self) -> None:
@@ -125,15 +137,37 @@ async def served(
                 enabled=reuse, files=KvFilesSettings(path=files_path) if files_path else None
             ),
         )
+        yield await stack.enter_async_context(
+            served_by(
+                gangs,
+                settings,
+                policy=make_policy(policy, OPTIONS if options is None else options),
+                configure=configure,
+                token_ns=token_ns,
+                keys=keys,
+                load_trace=load_trace,
+            )
+        )
+
+
+@asynccontextmanager
+async def served_by(
+    gangs: Sequence[StartedGang],
+    settings: Settings,
+    *,
+    policy: Policy,
+    configure: Configure | None = None,
+    token_ns: int = Unmeasured.token_ns,
+    keys: Sequence[str] = (),
+    load_trace: LoadTrace | None = None,
+) -> AsyncIterator[Served]:
+    """Serve with gangs that have started, wherever their ranks are."""
+    async with AsyncExitStack() as stack:
         costs = CostTableService(
             CostTable(latencies=Unmeasured(token_ns=token_ns)), configure or _silent
         )
         metrics = Metrics("tiny")
-        scheduler = Scheduler(
-            make_policy(policy, OPTIONS if options is None else options),
-            costs.costs,
-            reuse=make_reuse(settings),
-        )
+        scheduler = Scheduler(policy, costs.costs, reuse=make_reuse(settings))
         service = await stack.enter_async_context(
             _service(gangs, scheduler, costs, settings, metrics, load_trace)
         )
@@ -159,7 +193,7 @@ async def served(
 
 @asynccontextmanager
 async def _service(
-    gangs: Sequence[ThreadGang],
+    gangs: Sequence[StartedGang],
     scheduler: Scheduler,
     costs: CostTableService,
     settings: Settings,
