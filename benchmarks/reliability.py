@@ -47,8 +47,9 @@ are fixed.
 
 A *black hole* swallows all packets of a connection and of those that try to replace it, *one way*
 those that arrive at the named process, *one way back* those that it sends. A *reset* ends a
-connection at both ends. *Loss* drops one packet in a hundred. *Delay* drops all packets for a tenth of a second, again and again, so that TCP sends
-them again. *Slow* connections send 256 KiB a second.
+connection at both ends. *Loss* drops one packet in a hundred. *Delay* drops all packets for a tenth
+of a second, again and again, so that TCP sends them again. *Slow* connections send 256 KiB a
+second.
 
 Other trials break nothing from outside. *Malformed input* sends requests, frames and headers that
 are wrong; *cancel at random* has clients leave at any moment, over ranks in one process; *same seed

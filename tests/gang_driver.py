@@ -263,7 +263,7 @@ class Cell:
         """Send a step to all prefill ranks (or some), each with its own tokens; return its id."""
         if step.step_id == 0:
             step = msgspec.structs.replace(step, step_id=next(self._step_ids))
-        if self.decode.window:
+        if self._masters and self.decode.window:  # some cells only prefill
             chunks = (
                 msgspec.structs.replace(chunk, near_to=self._masters.get(chunk.sequence_id))
                 for chunk in step.chunks
