@@ -3,11 +3,12 @@
     python benchmarks/planned_memory.py [--shapes bfloat16 ...] [--json FILE]
 
 For each shape, a gang of real ranks loads a random checkpoint of about a gigabyte a rank and
-computes a prompt that fills all its KV slots. `measured` is the peak of a rank's anonymous memory
-(RssAnon) over that of an idle rank, which has loaded the included model; pages of files do not
-count, because the system may drop them. `planned` is the planner's sum of weights, KV slots and
-temporaries. Buffers for KV in transfer are not in either, because nothing is sent. Sizes do not
-depend on the load of the machine, and the prompts take minutes.
+computes two prompts, each of which fills all its KV slots: the system backs a slot when it is first
+written, so only the second prompt meets a pool that is resident. `measured` is the peak of a rank's
+anonymous memory (RssAnon) over that of an idle rank, which has loaded the included model; pages of
+files do not count, because the system may drop them. `planned` is the planner's sum of weights, KV
+slots and temporaries. Buffers for KV in transfer are not in either, because nothing is sent. Sizes
+do not depend on the load of the machine, and the prompts take minutes.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class MeasuredPlan(GangPlan):
 
 
 async def peaks(model: Path, shape: Shape, prompt: int) -> list[int]:
-    """Return the largest anonymous memory of each rank while it computes a prompt."""
+    """Return the largest anonymous memory of each rank while it computes two prompts."""
     plan = MeasuredPlan(
         model_dir=str(model),
         role="prefill",
@@ -91,7 +92,9 @@ async def peaks(model: Path, shape: Shape, prompt: int) -> list[int]:
         members = await gang.start()
         with watched(gang.process_ids) as largest:
             cell = Cell()
-            await prefill(cell, await cell.attach(members, "prefill"), prompt, seed=1)
+            client = await cell.attach(members, "prefill")
+            for seed in range(2):
+                await prefill(cell, client, prompt, seed=seed)
         return largest
     finally:
         await in_threads([gang.close])

@@ -1,24 +1,23 @@
 """Predict the bytes that ranks take, and choose how many KV slots fit.
 
-Weights are measured in the headers of the checkpoint, and KV is counted from the model's shape. The
-temporaries of a step are an estimate from above: of the code that allocates them, not of an
-allocator.
+Weights are measured in the headers of the checkpoint, KV is counted from the model's shape, and
+`StepMemory` counts the temporaries of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from csps.models.checkpoints.loading import WeightSizes, measure_weights
-from csps.models.network.network import CPU_BLOCK_TOKENS, EXPERT_BLOCK_TOKENS, GPU_BLOCK_TOKENS
 from csps.models.network.spec import ModelSpec, read_spec, tp_shard_of
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole
 from csps.services.planning.machine import GIB, main_memory
+from csps.services.planning.step_memory import StepMemory
 from csps.services.scheduling.policies.registry import decode_options
 from csps.services.settings.devices import resolve_device
 from csps.services.settings.settings import DecodeSettings, Settings
@@ -48,10 +47,8 @@ class RankNeed:
     window_slot: int
     """Bytes of a slot of these: keys and values of a token in all layers with a window."""
     window_slots: int
-    token: int
-    """Bytes of temporaries for each token of a step; 0 if the rank computes no prompts."""
-    temporaries: int
-    """Bytes of the temporaries that are bounded by blocks of tokens."""
+    step: StepMemory | None
+    """Temporaries of a step; None if the rank computes no prompts."""
     fixed: int
     """Bytes of the process, or of the device's libraries."""
     kv_transfer: int
@@ -70,17 +67,34 @@ class RankNeed:
     @property
     def activations(self) -> int:
         """Bytes of a step whose tokens fill the slots."""
-        return self.slots * self.token + self.temporaries
+        return 0 if self.step is None else self.step.bytes(self.slots)
+
+    @property
+    def filled(self) -> int:
+        """Bytes of the KV slots, without those of layers with a window, and of a step whose tokens
+        fill them."""
+        return self.slots * self.slot + self.activations
 
     @property
     def total(self) -> int:
         """All bytes on the device; those for transfers only if it is a CPU."""
-        return self.weights + self.kv_cache + self.activations + self.fixed
+        return self.without_slots + self.filled
 
     @property
     def without_slots(self) -> int:
         """Bytes before the first slot."""
-        return self.weights + self.near + self.temporaries + self.fixed
+        return self.weights + self.near + self.fixed
+
+    def fitting(self, budget: float) -> int:
+        """Return how many slots take at most so many bytes when they are filled."""
+        fit, too_many = 0, int(max(0, budget) // max(1, self.slot)) + 1
+        while too_many - fit > 1:
+            middle = (fit + too_many) // 2
+            if replace(self, slots=middle).filled <= budget:
+                fit = middle
+            else:
+                too_many = middle
+        return fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +104,12 @@ class MemoryUse:
     name: str
     value: int
     bytes: int
+    fitting: Callable[[int], int]
+    """Function (bytes) that returns the largest value for which so many are enough."""
 
     def remedy(self, excess: int) -> str:
         """Return what to do to need so many bytes less."""
-        fitting = self.value * (self.bytes - excess) // self.bytes
+        fitting = self.fitting(self.bytes - excess)
         most = f"at most {fitting} fit" if fitting > 0 else "lower it"
         return f"{self.name} is {self.value}, {most}"
 
@@ -170,31 +186,40 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
     section = settings.gangs[role]
     ranks = section.ranks
     transfers = ranks * _transfer_bytes(role, settings)
-    in_flight = MemoryUse(
-        name="kv_transfer.in_flight_mib",
-        value=settings.kv_transfer.in_flight_mib,
-        bytes=transfers,
+    in_flight = _use_of_each(
+        "kv_transfer.in_flight_mib", settings.kv_transfer.in_flight_mib, transfers
     )
     if on_gpus(role, settings):
         # The rest lies in the GPUs' own memory.
         return MemoryNeed(ranks=ranks, kv_transfer=transfers, largest=in_flight)
     rank = rank_need(role, settings)
-    slots = ranks * rank.slots * (rank.slot + rank.token)
     copies = ranks * (rank.without_slots - rank.near)
     largest = max(
         in_flight,
-        MemoryUse(name=f"{role}.kv_slots", value=rank.slots, bytes=slots),
-        MemoryUse(name=f"{role}.window_slots", value=rank.window_slots, bytes=ranks * rank.near),
-        MemoryUse(name=f"{role}.instances", value=section.instances, bytes=copies),
+        MemoryUse(
+            name=f"{role}.kv_slots",
+            value=rank.slots,
+            bytes=ranks * rank.filled,
+            fitting=lambda budget: rank.fitting(budget / ranks),
+        ),
+        _use_of_each(f"{role}.window_slots", rank.window_slots, ranks * rank.near),
+        _use_of_each(f"{role}.instances", section.instances, copies),
         key=lambda setting: setting.bytes,
     )
     return MemoryNeed(
         ranks=ranks,
         weights=ranks * rank.weights,
         kv_cache=ranks * rank.kv_cache,
-        activations=ranks * rank.slots * rank.token,
+        activations=ranks * rank.activations,
         kv_transfer=transfers,
         largest=largest,
+    )
+
+
+def _use_of_each(name: str, value: int, total: int) -> MemoryUse:
+    """Return the use of a number that takes equally many bytes for each one."""
+    return MemoryUse(
+        name=name, value=value, bytes=total, fitting=lambda budget: value * budget // total
     )
 
 
@@ -254,18 +279,18 @@ def auto_slots(role: GangRole, settings: Settings, gpu_bytes: int | None) -> int
     else:
         budget = _share_of_main_memory(settings)
         need = _without_slots(role, settings, on_gpu=False)
-    if not need.slot + need.token:
+    if not need.slot:
         raise ConfigError(
             f"{role}.kv_slots: auto finds no number: all layers have a window and "
             f"{role}.window_slots, so these slots take no memory; set a number"
         )
-    slots = int(budget // (need.slot + need.token))
+    slots = need.fitting(budget)
     if slots < 1:
         raise ConfigError(
             f"{role}.kv_slots: auto finds no room: a rank's weights take "
-            f"{need.weights / GIB:.1f} GiB, its temporaries {need.temporaries / GIB:.1f} GiB, of "
-            f"{settings.gpu_memory_utilization:g} (gpu_memory_utilization) of the memory; raise "
-            "it or tp, lower instances, or set dtype to bfloat16"
+            f"{need.weights / GIB:.1f} GiB, of {settings.gpu_memory_utilization:g} "
+            "(gpu_memory_utilization) of the memory; raise it or tp, lower instances, or set dtype "
+            "to bfloat16"
         )
     return slots
 
@@ -280,9 +305,8 @@ def _share_of_main_memory(settings: Settings) -> float:
     for role, section in settings.gangs.items():
         need = _without_slots(role, settings, on_gpu=False)
         given = 0 if section.kv_slots == "auto" else section.kv_slots
-        left -= section.ranks * (
-            need.without_slots + need.kv_transfer + given * (need.slot + need.token)
-        )
+        filled = replace(need, slots=given).filled
+        left -= section.ranks * (need.without_slots + need.kv_transfer + filled)
         ranks += section.ranks if section.kv_slots == "auto" else 0
     return left / ranks
 
@@ -301,10 +325,15 @@ def _without_slots(role: GangRole, settings: Settings, *, on_gpu: bool) -> RankN
         slots=0,
         window_slot=layer * near,
         window_slots=apart,
-        token=0 if role == "decode" else settings.element_bytes * _token_elements(spec, section.tp),
-        temporaries=0
+        step=None
         if role == "decode"
-        else settings.element_bytes * _block_elements(spec, section.tp, on_gpu=on_gpu),
+        else StepMemory(
+            spec=spec,
+            instances=section.instances,
+            tp=section.tp,
+            element=settings.element_bytes,
+            on_gpu=on_gpu,
+        ),
         fixed=GPU_BYTES if on_gpu else RANK_BYTES,
         kv_transfer=_transfer_bytes(role, settings),
     )
@@ -317,28 +346,6 @@ def _transfer_bytes(role: GangRole, settings: Settings) -> int:
 def _layer_elements(spec: ModelSpec, tp: int) -> int:
     """Count the numbers that one rank stores for a token in a layer: keys and values."""
     return 2 * len(tp_shard_of(spec, 0, tp).kv_heads) * spec.head_dim
-
-
-def _token_elements(spec: ModelSpec, tp: int) -> int:
-    """Estimate the numbers that a prefill rank has at once for a token: three times the residual
-    stream, and queries, keys, values and outputs on both sides of an exchange."""
-    shard = tp_shard_of(spec, 0, tp)
-    heads = len(shard.query_heads) + len(shard.kv_heads)
-    return 3 * spec.hidden + 4 * heads * spec.head_dim
-
-
-def _block_elements(spec: ModelSpec, tp: int, *, on_gpu: bool) -> int:
-    """Count the numbers of the widest product of a block of tokens: gate and up of the MLP beside
-    its normalized input. One expert may get all tokens."""
-    shard, experts = tp_shard_of(spec, 0, tp), spec.experts
-    counts = []
-    if experts is None or experts.dense_layers:
-        tokens = GPU_BLOCK_TOKENS if on_gpu else CPU_BLOCK_TOKENS
-        counts.append(tokens * (2 * len(shard.intermediate) + 2 * spec.hidden))
-    if experts is not None:
-        widest = max(len(shard.expert_intermediate), len(shard.shared_intermediate))
-        counts.append(EXPERT_BLOCK_TOKENS * (2 * widest + 2 * spec.hidden))
-    return max(counts)
 
 
 def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:

@@ -116,7 +116,7 @@ def _check_fits(role: GangRole, need: RankNeed, settings: Settings, device: Devi
     assert device.gpu_bytes is not None, "a core has no memory of its own"
     if need.total <= device.gpu_bytes:
         return
-    fitting = (device.gpu_bytes - need.without_slots) // max(1, need.slot + need.token)
+    fitting = need.fitting(device.gpu_bytes - need.without_slots)
     remedy = f"at most {fitting} fit" if fitting > 0 else f"raise {role}.tp, the weights do not fit"
     raise ConfigError(
         f"{role}.kv_slots is {settings.gangs[role].kv_slots}: a rank needs "

@@ -4,6 +4,7 @@ hardware.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,11 @@ def test_the_width_of_dense_layers_counts_where_there_are_some(
     narrow, wide = (
         rank_need(
             "prefill",
-            settings(make_checkpoint(tmp_path / str(width), family, intermediate_size=width)),
-        ).temporaries
+            settings(
+                make_checkpoint(tmp_path / str(width), family, intermediate_size=width),
+                prefill={"kv_slots": 1000},
+            ),
+        ).activations
         for width in (64, 64 * 64)
     )
     assert (narrow < wide) == counts
@@ -98,19 +102,19 @@ def test_automatic_slots_fill_main_memory_and_not_more(
             decode={"instances": decode, "kv_slots": "auto"},
         )
         gangs = {"prefill": {"instances": prefill}, "decode": {"instances": decode}}
-        least = settings(
-            "needle", **{role: {**gang, "kv_slots": 1} for role, gang in gangs.items()}
-        )
-        blocks = prefill * rank_need("prefill", least).temporaries
+
+        def total(slots: dict[str, int]) -> int:
+            sized = {role: {**gang, "kv_slots": slots[role]} for role, gang in gangs.items()}
+            return memory_need(settings("needle", **sized)).total
+
         budget = share * memory.total
-        if memory_need(least).total + blocks > budget:
+        if total(dict.fromkeys(gangs, 1)) > budget:
             with pytest.raises(ConfigError, match="auto finds no room"):
                 memory_need(config)
             return
-        room = budget - memory_need(config).total - blocks
-        ranks = [rank_need(role, config) for role in config.gangs]
-        one_more = prefill * (ranks[0].slot + ranks[0].token) + decode * ranks[1].slot
-    assert 0 <= room <= one_more
+        chosen = {role: rank_need(role, config).slots for role in gangs}
+        one_more = {role: slots + 1 for role, slots in chosen.items()}
+        assert memory_need(config).total == total(chosen) <= budget < total(one_more)
 
 
 def test_slots_that_are_given_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +136,7 @@ def test_automatic_slots_fill_a_gpu(share: float) -> None:
     )
     for role in config.gangs:
         need = rank_need(role, config, gpu_bytes=20 * GIB)
-        assert 0 <= share * 20 * GIB - need.total < need.slot + need.token
+        assert need.total <= share * 20 * GIB < replace(need, slots=need.slots + 1).total
 
 
 def files(root: Path, **contents: str) -> Path:

@@ -111,14 +111,15 @@ def query_blocks(q_thd: Tensor, keys: int) -> Iterator[slice]:
     """Split queries that attend to at most `keys` keys into blocks; a GPU gets one block."""
     tokens, heads, dim = q_thd.shape
     # A GPU is given a whole layer at a time anyway.
-    rows = max(1, tokens) if q_thd.is_cuda else _block_rows(heads, dim, keys)
+    rows = max(1, tokens) if q_thd.is_cuda else block_rows(heads, dim, keys)
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
 
 def block_count(rows: int, heads: int, dim: int, keys: int) -> int:
     """Return how many blocks `query_blocks` makes of `rows` queries on a CPU."""
-    return -(-rows // _block_rows(heads, dim, keys))
+    return -(-rows // block_rows(heads, dim, keys))
 
 
-def _block_rows(heads: int, dim: int, keys: int) -> int:
+def block_rows(heads: int, dim: int, keys: int) -> int:
+    """Return the most queries of a block on a CPU, by the keys that they attend to."""
     return max(MIN_BLOCK_ROWS, BLOCK_PRODUCTS // max(1, keys * heads * dim))
