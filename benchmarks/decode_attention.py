@@ -9,8 +9,9 @@ long vectors, which reads memory as fast as torch can. Times are medians of roun
 its processor time, of several by the clock. On a shared machine only ratios mean anything, and of
 several threads nothing does.
 
-- gb_s: KV read, of compiled code in the row's dtype. read: that over the dot product's.
-- flash: time of torch's kernel on the same KV over ours.
+- gb_s: KV read, of compiled code in the row's dtype; int8 is KV in 8 bits with its scales. read:
+  that over the dot product's.
+- flash: time of torch's kernel on the same KV over ours; of int8, on KV that it dequantizes first.
 - over_fp32: our time over our time with fp32 KV.
 
 With `--prompts` rows are whole prompts, and chunks of 128 tokens behind 8,192: causal attention.
@@ -31,9 +32,11 @@ import torch
 from csps.kernels import cpu_attention, cpu_decode
 from csps.kernels.arguments import SlotRuns
 from csps.kernels.attention import attention
+from csps.kernels.quantized_kv import INT8, quantized, row_width
 
 SHAPES = [(4, 2, 32), (16, 8, 64), (32, 8, 128)]
 """Query heads, KV heads and head dim."""
+DTYPES = [torch.float32, torch.bfloat16, INT8]
 BATCHES = [(1, 512), (1, 2048), (1, 8192), (1, 16384), (64, 500)]
 """Rows, and keys of each."""
 COLD_BYTES = 128 * 2**20
@@ -67,7 +70,9 @@ def main() -> None:
         "threads": args.threads,
         "least_read_fp32": min(row["read"] for row in long if row["dtype"] == "float32"),
         "least_read_bf16": min(row["read"] for row in long if row["dtype"] == "bfloat16"),
-        "most_over_fp32": max(row["over_fp32"] for row in long),
+        "least_read_int8": min(row["read"] for row in long if row["dtype"] == "int8"),
+        "most_over_fp32": max(row["over_fp32"] for row in long if row["dtype"] == "bfloat16"),
+        "most_int8_over_fp32": max(row["over_fp32"] for row in long if row["dtype"] == "int8"),
         "least_flash": min(row["flash"] for row in rows),
     }
     report.publish(figures, rows, args.json)
@@ -133,21 +138,23 @@ def measured(
     layers = max(1, -(-COLD_BYTES // (2 * slots * kv_heads * dim * 4)))
     one, other = torch.randn(2, READ_NUMBERS)
     contenders: dict[str, Callable[[], object]] = {"read": lambda: torch.dot(one, other)}
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         assert cpu_decode.prepare(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
-        q = torch.randn(count, heads, dim).to(dtype)
-        caches = [torch.randn(2, slots, kv_heads, dim).to(dtype) for _ in range(layers)]
-        for name, attend in (
-            ("compiled", cpu_attention.decode_attention),
-            ("flash", cpu_attention.decode_by_flash),
-        ):
+        q = torch.randn(count, heads, dim)
+        q = q if dtype == INT8 else q.to(dtype)
+        caches = [cache_of(torch.randn(2, slots, kv_heads, dim), dtype) for _ in range(layers)]
+        by_torch = cpu_attention.decode_by_flash
+        if dtype == INT8:
+            by_torch = cpu_attention.decode_quantized
+        for name, attend in (("compiled", cpu_attention.decode_attention), ("flash", by_torch)):
             contenders[f"{name} {dtype}"] = _all_layers(attend, q, caches, runs, dim**-0.5)
     medians = in_turns(contenders, args)
     read_gb_s = 8e-9 * READ_NUMBERS / medians["read"]
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         seconds = medians[f"compiled {dtype}"]
-        gb_s = 2e-9 * layers * slots * kv_heads * dim * dtype.itemsize / seconds
+        width = row_width(dim, dtype)
+        gb_s = 2e-9 * layers * slots * kv_heads * width * dtype.itemsize / seconds
         rows.append(
             {
                 "shape": f"{heads},{kv_heads},{dim}",
@@ -163,6 +170,11 @@ def measured(
             }
         )
     return rows
+
+
+def cache_of(kv_2shd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return keys and values as a pool of this dtype has them."""
+    return quantized(kv_2shd) if dtype == INT8 else kv_2shd.to(dtype)
 
 
 def _all_layers(

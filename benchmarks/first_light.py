@@ -402,7 +402,11 @@ def engine_of(network: Any, sizes: Sizes, slots: int, mesh: Any, ranks: int = 1)
         for layer in tensor:  # by layer, which takes no memory besides
             layer.normal_()
     prepare_attention(
-        heads=spec.heads, kv_heads=spec.kv_heads, dim=spec.head_dim, dtype=dtype, device=mesh.device
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        dim=spec.head_dim,
+        dtypes=[dtype],
+        device=mesh.device,
     )
     layout = GangLayout(world_size=ranks, tp=1)
     return Engine(network=network, pool=pool, mesh=mesh, layout=layout, device=mesh.device)

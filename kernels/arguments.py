@@ -15,6 +15,8 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor
 
+from csps.kernels.quantized_kv import INT8, row_width
+
 SlotRun = tuple[int, int, int]
 """(query row, first slot, end) of adjacent slots."""
 
@@ -309,6 +311,32 @@ def check_tensors(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
     if not q_thd.dtype == k_thd.dtype == v_thd.dtype:
         raise ValueError(
             f"q, k and v must have one dtype, not {q_thd.dtype}, {k_thd.dtype}, {v_thd.dtype}"
+        )
+
+
+def check_cache(q_thd: Tensor, k_shd: Tensor, v_shd: Tensor) -> None:
+    """Check as `check_tensors` does, where k and v may also have 8 bits (`quantized_kv`).
+
+    Raises:
+        ValueError: they do not match, or 8 bits are on a GPU.
+    """
+    if k_shd.dtype != INT8:
+        check_tensors(q_thd, k_shd, v_shd)
+        return
+    if q_thd.is_cuda:
+        raise ValueError("KV in 8 bits is read by CPUs only")
+    if q_thd.ndim != 3 or k_shd.ndim != 3 or k_shd.shape != v_shd.shape or v_shd.dtype != INT8:
+        raise ValueError(
+            "attention takes q (tokens, heads, dim) and k and v (slots, kv heads, bytes) of one "
+            f"shape and dtype, not {tuple(q_thd.shape)}, {tuple(k_shd.shape)}, "
+            f"{tuple(v_shd.shape)}, {v_shd.dtype}"
+        )
+    width = row_width(q_thd.shape[2], INT8)
+    if k_shd.shape[2] != width or q_thd.shape[1] % max(k_shd.shape[1], 1):
+        raise ValueError(
+            f"{q_thd.shape[1]} query heads of dim {q_thd.shape[2]} do not match "
+            f"{k_shd.shape[1]} kv heads of {k_shd.shape[2]} bytes: query heads must be a multiple "
+            f"of kv heads, of {width} bytes each"
         )
 
 

@@ -13,6 +13,7 @@ of the cache; h heads (of q, or the fewer of k and v); d head dimension.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
@@ -25,6 +26,7 @@ from csps.kernels.arguments import (
     Offsets,
     Positions,
     SlotRuns,
+    check_cache,
     check_tensors,
     check_tokens,
     check_window,
@@ -140,8 +142,9 @@ def decode_attention(
 
     Args:
         q_rhd: (rows, query heads, head dim), contiguous.
-        k_shd, v_shd: (slots, kv heads, head dim) of the same dtype, one layer's cache; query heads
-            are a multiple of kv heads, and head h reads kv head h // (query heads / kv heads).
+        k_shd, v_shd: (slots, kv heads, head dim) of the same dtype, or on a CPU in 8 bits
+            (`quantized_kv`), one layer's cache; query heads are a multiple of kv heads, and head h
+            reads kv head h // (query heads / kv heads).
         scale: positive factor on q·k, by default head dim ** -0.5.
 
     Returns:
@@ -152,7 +155,7 @@ def decode_attention(
     Raises:
         ValueError: shapes or dtypes do not match.
     """
-    check_tensors(q_rhd, k_shd, v_shd)
+    check_cache(q_rhd, k_shd, v_shd)
     if len(q_rhd) != runs.rows:
         raise ValueError(f"{len(q_rhd)} query rows need as many rows of slots, not {runs.rows}")
     scale = softmax_scale(q_rhd, scale)
@@ -188,7 +191,7 @@ def chunk_attention(
     Raises:
         ValueError: shapes or dtypes do not match.
     """
-    check_tensors(q_nhd, k_shd, v_shd)
+    check_cache(q_nhd, k_shd, v_shd)
     if len(q_nhd) != runs.rows:
         raise ValueError(f"chunks of {runs.rows} rows need as many query rows, not {len(q_nhd)}")
     scale = softmax_scale(q_nhd, scale)
@@ -205,10 +208,17 @@ def chunk_attention(
 
 
 def prepare_attention(
-    *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtypes: Collection[torch.dtype],
+    device: torch.device,
 ) -> None:
-    """Compile what attention of this shape needs, so that no request waits for it."""
+    """Compile what attention of this shape over KV of these dtypes needs, so that no request waits
+    for it."""
     if device.type == "cpu":
         from csps.kernels import cpu_decode
 
-        cpu_decode.prepare(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+        for dtype in dtypes:
+            cpu_decode.prepare(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)

@@ -32,6 +32,7 @@ from csps.kernels.arguments import (
 )
 from csps.kernels.cpu_decode import prepared
 from csps.kernels.merge import merge_into, merge_rows, nothing_seen
+from csps.kernels.quantized_kv import INT8, dequantized
 
 MIN_REGULAR_ROWS = 64  # a shorter regular run costs more as a call of its own than in a mask
 MASKED_ROWS = 128  # rows of one masked block, which bounds the mask at 128 x keys
@@ -39,6 +40,7 @@ WINDOW_ROWS = (
     64  # the same for a window of keys; fastest of 32 to 1,024 for windows of 128 to 4,096
 )
 FOLD_ROWS = 16  # up to here a KV head's query heads become rows: 2.5x faster for one fp32 row
+DEQUANTIZED_KEYS = 4096  # bounds the memory of KV in 8 bits that torch's kernel is to read
 TILE_ROWS = 256  # (query, head) pairs of one KV head
 TILE_KEYS = 512  # with TILE_ROWS: 512 KiB of fp32 scores per KV head, which fit a core's cache
 
@@ -207,6 +209,8 @@ def _attend_dense(
     compiled = prepared(q_thd, k_thd, v_thd)
     if compiled is not None and len(q_thd) <= compiled.most_queries:
         return compiled.attend_all(q_thd, k_thd, v_thd, scale)
+    if k_thd.dtype == INT8:
+        return _attend_quantized(q_thd, k_thd, v_thd, scale)
     tokens, heads, dim = q_thd.shape
     kv_heads = k_thd.shape[1]
     group = heads // kv_heads
@@ -218,6 +222,18 @@ def _attend_dense(
     out, lse = _flash(folded, k_thd, v_thd, scale)
     out_thd = out.view(tokens, group, kv_heads, dim).transpose(1, 2).reshape(q_thd.shape)
     lse_ht = lse.view(kv_heads, tokens, group).transpose(1, 2).reshape(heads, tokens)
+    return out_thd, lse_ht
+
+
+def _attend_quantized(
+    q_thd: Tensor, k_thb: Tensor, v_thb: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend every query to every key, dequantized block by block."""
+    out_thd, lse_ht = nothing_seen(q_thd)
+    for start in range(0, len(k_thb), DEQUANTIZED_KEYS):
+        keys = slice(start, start + DEQUANTIZED_KEYS)
+        k_thd, v_thd = (dequantized(x_thb[keys], q_thd.dtype) for x_thb in (k_thb, v_thb))
+        merge_into(out_thd, lse_ht, *_attend_dense(q_thd, k_thd, v_thd, scale))
     return out_thd, lse_ht
 
 
@@ -270,7 +286,22 @@ def decode_attention(
     compiled = prepared(q_rhd, k_shd, v_shd)
     if compiled is not None:
         return compiled.attend_runs(q_rhd, k_shd, v_shd, runs, scale)
+    if k_shd.dtype == INT8:
+        return decode_quantized(q_rhd, k_shd, v_shd, runs, scale)
     return decode_by_flash(q_rhd, k_shd, v_shd, runs, scale)
+
+
+def decode_quantized(
+    q_rhd: Tensor, k_shb: Tensor, v_shb: Tensor, runs: SlotRuns, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute decode attention over 8 bits, which torch's kernel cannot read."""
+    parts = [
+        _attend_quantized(q_rhd[row : row + 1], k_shb[begin:end], v_shb[begin:end], scale)
+        for row, begin, end in runs.runs
+    ]
+    out_nhd = torch.cat([out_1hd for out_1hd, _ in parts])
+    lse_nh = torch.cat([lse_h1.T for _, lse_h1 in parts])
+    return merge_rows(out_nhd, lse_nh, runs.row_n, runs.rows)
 
 
 def decode_by_flash(

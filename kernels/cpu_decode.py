@@ -25,6 +25,7 @@ from torch import Tensor
 
 from csps.kernels.arguments import RowParts, SlotRuns
 from csps.kernels.merge import merge_into
+from csps.kernels.quantized_kv import INT8, row_width
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ THREAD_BYTES = 2 * 2**20
 PART_ROWS = 32
 """Rows of a part, at most: their outputs stay in a core's second cache beside a block of KV."""
 _LOG2_E = 1 / math.log(2)
-_DTYPES = torch.float32, torch.bfloat16, torch.float16
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, INT8
 
 
 class DecodeKernel:
@@ -151,12 +152,13 @@ def prepare(*, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
 
 def prepared(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> DecodeKernel | None:
     """Return the kernel for tensors of this shape and layout, if it has been prepared."""
-    _, kv_heads, dim = k_thd.shape
+    _, heads, dim = q_thd.shape
+    _, kv_heads, width = k_thd.shape
     # Tokens have to lie one after the other; heads that are cut out of a cache do not.
-    dense = kv_heads * dim, dim, 1
+    dense = kv_heads * width, width, 1
     if k_thd.stride() != dense or v_thd.stride() != dense:
         return None
-    return _prepared.get((q_thd.shape[1], kv_heads, dim, k_thd.dtype))
+    return _prepared.get((heads, kv_heads, dim, k_thd.dtype))
 
 
 def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeKernel | None:
@@ -168,7 +170,8 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
     from csps.kernels import cpu_decode_ir, cpu_prompt_ir, native_code
     from csps.kernels.vector_ir import Element
 
-    elements = dict(zip(_DTYPES, (Element.FP32, Element.BF16, Element.FP16), strict=True))
+    known = Element.FP32, Element.BF16, Element.FP16, Element.INT8
+    elements = dict(zip(_DTYPES, known, strict=True))
     lanes = cpu_decode_ir.lanes_for(dim, native_code.vector_lanes())
     element = elements.get(dtype)
     if (
@@ -195,11 +198,12 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
 
     return DecodeKernel(
         function,
-        of_prompts,
+        # Prompts attend to 8 bits in pieces only, which are short.
+        function if element is Element.INT8 else of_prompts,
         many_rows=cpu_prompt_ir.FEWEST_ROWS,
         scratch_numbers=max(ir.scratch_numbers(shape, lanes) for ir in irs),
         row_numbers=max(ir.row_numbers(shape, lanes) for ir in irs),
-        token_bytes=2 * kv_heads * dim * element.bytes,
+        token_bytes=2 * kv_heads * row_width(dim, dtype) * element.bytes,
         most_queries=_most_queries(shape.group, dtype, native_code.multiplies_bf16_tiles()),
     )
 

@@ -15,7 +15,9 @@ Where the time goes, and what follows from it:
 - Loops over dimensions are unrolled: loops of four rounds end in a wrong branch prediction, which
   throws away the reads that were under way.
 
-KV may be fp32, bf16 or fp16; numbers are converted in registers, and all arithmetic is fp32.
+KV may be fp32, bf16, fp16 or 8 bits with scales (`quantized_kv`); numbers are converted in
+registers, and all arithmetic is fp32. Scales are multiplied with scores and weights, which are
+fewer than the numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from math import inf
 
 from csps.kernels.arguments import PART_FIELDS
+from csps.kernels.quantized_kv import SCALE_BYTES
 from csps.kernels.vector_ir import (
     FLOAT,
     INT,
@@ -57,7 +60,7 @@ ARGUMENTS = {
 }
 """Arguments of the kernel. `scale` includes the factor log2(e)."""
 NAME = "csps_decode_attention"
-_TOKENS = {Element.FP32: 2, Element.BF16: 4, Element.FP16: 4}
+_TOKENS = {Element.FP32: 2, Element.BF16: 4, Element.FP16: 4, Element.INT8: 4}
 """Tokens that are computed together, at most: the more, the less memory is read in order."""
 _UNROLLED = 4
 """Independent maxima, so that they do not wait for each other."""
@@ -78,6 +81,16 @@ class HeadShape:
     def group(self) -> int:
         """Return the number of query heads of a KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def quantized(self) -> bool:
+        """Return whether a scale follows the numbers of each KV head."""
+        return self.element is Element.INT8
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of one KV head in a slot, with its scale."""
+        return self.dim + SCALE_BYTES if self.quantized else self.dim
 
 
 def lanes_for(dim: int, most: int) -> int:
@@ -124,7 +137,7 @@ class _Kernel:
         self._vectors = range(0, self._width, self._lanes)
         """Score vectors of a token, or one of some tokens."""
         self._dims = range(0, shape.dim, self._lanes)
-        self._slot = shape.kv_heads * shape.dim
+        self._slot = shape.kv_heads * shape.width
         # A tile of scores fills as many registers as a vector has lanes: about half of them.
         self._heads = greatest_divisor(shape.group, self._lanes)
         self._tokens = min(_TOKENS[shape.element], self._lanes // self._heads)
@@ -208,11 +221,15 @@ class _Kernel:
         for i, row in enumerate(rows):
             for g in kv_heads:
                 for d in self._dims:
-                    key = (row + (kv_head + g) * shape.dim + d).vector()
+                    key = (row + (kv_head + g) * shape.width + d).vector()
                     for h in range(self._heads):
                         asked = (query + (first + (g * shape.group + h)) * shape.dim + d).vector()
                         cell = i, g, h
                         sums[cell] = asked.times_plus(key, sums[cell]) if d else asked * key
+                if shape.quantized:
+                    scale = self._scale_of(row, kv_head + g)
+                    for h in range(self._heads):
+                        sums[i, g, h] = sums[i, g, h] * scale
         scores = code.lane_sums([sums[cell] for cell in sorted(sums)])
         scores = scores * code.vector_argument("scale")
         adjacent = self._kv_heads * self._heads
@@ -220,13 +237,18 @@ class _Kernel:
             at = self._scores + (token + i) * self._width + first
             at.store(scores, range(i * adjacent, (i + 1) * adjacent))
 
+    def _scale_of(self, row: Address, kv_head: Int) -> Vector:
+        """Return the scale of a KV head of a token, in every lane."""
+        place = row + (kv_head * self._shape.width + self._shape.dim)
+        return place.of(Element.FP32).spread()
+
     def _prefetch_behind(
         self, tokens_at: Address, token: Int, kv_head: Int, tokens: int, kv_heads: int
     ) -> None:
         """Ask for what a tile will read later; tile by tile, these are all bytes in order."""
         size = tokens_at.element.bytes
-        place = tokens_at + token * self._slot + kv_head * (tokens * self._shape.dim)
-        for number in range(0, tokens * kv_heads * self._shape.dim, LINE_BYTES // size):
+        place = tokens_at + token * self._slot + kv_head * (tokens * self._shape.width)
+        for number in range(0, tokens * kv_heads * self._shape.width, LINE_BYTES // size):
             (place + (AHEAD_BYTES // size + number)).prefetch()
 
     # --- weights -----------------------------------------------------------------------------
@@ -329,10 +351,14 @@ class _Kernel:
             for i in range(tokens)
             for h in range(self._heads)
         }
+        rows = [values + (token + i) * self._slot for i in range(tokens)]
+        if shape.quantized:
+            scales = [self._scale_of(row, kv_head) for row in rows]
+            weights = {(i, h): weight * scales[i] for (i, h), weight in weights.items()}
         for d in self._dims:
             seen = []
-            for i in range(tokens):
-                value = values + (token + i) * self._slot + kv_head * shape.dim + d
+            for row in rows:
+                value = row + kv_head * shape.width + d
                 seen.append(value.vector())
             for h in range(self._heads):
                 place = out + (first + h) * shape.dim + d

@@ -43,6 +43,7 @@ class Element(Enum):
     FP32 = (4, FLOAT)
     BF16 = (2, ir.IntType(16))
     FP16 = (2, ir.HalfType())
+    INT8 = (1, ir.IntType(8))
     INT64 = (8, INT)
 
     @property
@@ -200,6 +201,10 @@ class Address:
         moved = code.builder.gep(self.pointer, [code.integer(count)], source_etype=typ)
         return Address(code, moved, self.element)
 
+    def of(self, element: Element) -> Address:
+        """Return the same place, counted in numbers of another type."""
+        return Address(self.code, self.pointer, element)
+
     def integer(self) -> Int:
         """Read an integer."""
         return Int(self.code, self.code.builder.load(self.pointer, typ=INT, align=8))
@@ -213,6 +218,8 @@ class Address:
             return Vector(code, loaded)
         if self.element is Element.FP16:
             return Vector(code, builder.fpext(loaded, code.floats))
+        if self.element is Element.INT8:
+            return Vector(code, builder.sitofp(builder.sext(loaded, code.ints), code.floats))
         # bf16 is the upper half of fp32.
         upper = builder.shl(builder.zext(loaded, code.ints), code.fill_integer(16))
         return Vector(code, builder.bitcast(upper, code.floats))

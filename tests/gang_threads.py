@@ -176,6 +176,7 @@ async def thread_cell(
     kv_in_flight_bytes: int = 2**20,
     kv_receiving_backends: int = 16,
     quantum_ms: float = 50.0,
+    kv_dtype: str = "auto",
     kv_files: Path | None = None,
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
@@ -193,6 +194,7 @@ async def thread_cell(
         kv_in_flight_bytes=kv_in_flight_bytes,
         kv_receiving_backends=kv_receiving_backends,
         quantum_ms=quantum_ms,
+        kv_dtype=kv_dtype,
     )
     files_path = None if kv_files is None else str(kv_files)
     prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp, kv_files_path=files_path)
@@ -217,6 +219,7 @@ async def elastic_cell(
     tp: int = 1,
     kv_slots: int = 4096,
     quantum_ms: float = 50.0,
+    kv_dtype: str = "auto",
     data_group: GroupMaker | None = STRICT,
 ) -> AsyncIterator[ThreadCell]:
     """Yield one gang that prefills and decodes, attached."""
@@ -227,6 +230,7 @@ async def elastic_cell(
         tp=tp,
         kv_slots=kv_slots,
         quantum_ms=quantum_ms,
+        kv_dtype=kv_dtype,
     )
     cell = ThreadCell()
     async with thread_gang(plan, data_group=data_group) as gang:

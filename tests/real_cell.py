@@ -47,6 +47,7 @@ class Cell:
     backends: int
     """Transfers that a decode rank receives at a time."""
     kv_slots: int
+    kv_dtype: str
     kv_files: Path | None = None
     """Folder in which KV survives its gang."""
     gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Cell:
             kv_receiving_backends=self.backends,
             kv_slots=self.kv_slots,
             kv_files_path=None if self.kv_files is None else str(self.kv_files),
+            kv_dtype=self.kv_dtype,
         )
         self.gangs[role] = ThreadGang(plan, in_processes)
         self.started.append(self.gangs[role])
@@ -144,6 +146,7 @@ async def real_cell(
     tp: int = 1,
     backends: int = 16,
     kv_slots: int = 4096,
+    kv_dtype: str = "auto",
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
     kv_files: Path | None = None,
@@ -173,6 +176,7 @@ async def real_cell(
         cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, observer=observer
     )
     cell = Cell(model, directory, service, instances, tp, backends, kv_slots, kv_files)
+    cell = Cell(model, directory, service, instances, tp, backends, kv_slots, kv_dtype)
     try:
         await service.start()
         await asyncio.gather(

@@ -100,8 +100,10 @@ class RankResult:
 class StrategyRanks:
     """Ranks with a model each, on which steps run with any strategy."""
 
-    def __init__(self, model: Path, world: RankWorld, engines: Sequence[Engine]) -> None:
-        self.network = load_network(model)
+    def __init__(
+        self, model: Path, world: RankWorld, engines: Sequence[Engine], *, eight_bit_kv: bool
+    ) -> None:
+        self.network = load_network(model, rounds_kv=eight_bit_kv)
         self.world = world
         self.engines = tuple(engines)
         self.failed = False
@@ -265,6 +267,7 @@ def strategy_ranks(
     data_group: GroupMaker | None = STRICT,
     log: LaunchLog | None = None,
     dtype: torch.dtype = torch.float32,
+    eight_bit_kv: bool = False,
 ) -> Iterator[StrategyRanks]:
     """Yield a gang of so many instances, held to NCCL's rules, or with plain gloo (None); closed on
     the way out. What the ranks begin is noted in the log.
@@ -286,11 +289,12 @@ def strategy_ranks(
                 host="127.0.0.1",
                 data_group=data_group if log is None else log.group(f"tp{instance}", members),
             )
-            return _engine(model, world, layout, rank, group, dtype), group
+            return _engine(model, world, layout, rank, group, dtype, eight_bit_kv), group
 
         built = world.each(layout.world_size, build)
         try:
-            yield StrategyRanks(model, world, [engine for engine, _ in built])
+            engines = [engine for engine, _ in built]
+            yield StrategyRanks(model, world, engines, eight_bit_kv=eight_bit_kv)
         finally:
             world.each(layout.world_size, lambda rank: built[rank][1].close())
 
@@ -302,9 +306,12 @@ def _engine(
     rank: int,
     group: InstanceGroup,
     dtype: torch.dtype,
+    eight_bit_kv: bool,
 ) -> Engine:
     tp_rank, tp = layout.tp_rank_of(rank), layout.tp
-    load = partial(load_network, model, tp_rank=tp_rank, tp_size=tp, dtype=dtype)
+    load = partial(
+        load_network, model, tp_rank=tp_rank, tp_size=tp, dtype=dtype, rounds_kv=eight_bit_kv
+    )
     network = load(all_reduce=group.all_reduce) if tp > 1 else load()
     pool = KvPool(
         layers=network.spec.layers,
@@ -313,6 +320,7 @@ def _engine(
         head_dim=network.spec.head_dim,
         dtype=dtype,
         device="cpu",
+        eight_bits=eight_bit_kv,
     )
     return Engine(
         network=network,

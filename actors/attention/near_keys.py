@@ -199,7 +199,8 @@ class WindowAttention(ProjectedAttention, OverlappingStrategy):
         if supply.rows is not None:
             return own[0][supply.rows], own[1][supply.rows]
         chunk = self._group.step.chunks[supply.chunk]
-        return self._pool.read(layer, chunk.sequence_id, supply.span)
+        k_sgd, v_sgd = self._pool.read(layer, chunk.sequence_id, supply.span)
+        return self._pool.numbers(k_sgd), self._pool.numbers(v_sgd)
 
     def _keys_of(self, index: int, arrived: Mapping[int, Sequence[KeysAndValues]]) -> KeysAndValues:
         """Return all keys and values that own rows of a chunk reach, in the order of

@@ -370,8 +370,8 @@ def _attend_chunks(
         seen.append(
             attention(
                 q_nhd,
-                k_sgd[near.slots],
-                v_sgd[near.slots],
+                engine.pool.numbers(k_sgd[near.slots]),
+                engine.pool.numbers(v_sgd[near.slots]),
                 q_positions=near.rows,
                 k_positions=near.positions,
                 scale=scale,
@@ -447,8 +447,8 @@ def forward(
 def _serve_others(engine: Engine, batch: IterationBatch) -> Tensor:
     """Run an iteration without own rows: only answer the queries of others."""
     spec, pool = engine.spec, engine.pool
-    none_rhd = pool.k.new_empty(0, engine.heads, spec.head_dim)
-    no_kv_rhd = pool.k.new_empty(0, pool.kv_heads, spec.head_dim)
+    none_rhd = engine.network.embedding_vd.new_empty(0, engine.heads, spec.head_dim)
+    no_kv_rhd = none_rhd.new_empty(0, pool.kv_heads, spec.head_dim)
     for others in _exchanges(engine, batch):
         others.attend(none_rhd, no_kv_rhd, no_kv_rhd)
     return none_rhd.new_empty(0, spec.vocab)
@@ -473,14 +473,14 @@ class _LayerExchange:
         # In layers whose KV is all at the masters, none is sent.
         self._sent = {} if index in pool.windowed else batch.sent
         self._arriving = {
-            peer: pool.k.new_empty(len(slots), 2, pool.kv_heads, pool.head_dim)
+            peer: pool.k.new_empty(len(slots), 2, pool.kv_heads, pool.width)
             for peer, slots in ({} if index in pool.windowed else batch.received).items()
         }
         self._kv_exchange = engine.mesh.expect(list(self._arriving.items()), Tag.STORED_ROWS)
         self._exchange = QueryExchange(
             engine.mesh,
             self._sight.routes,
-            pool.k,
+            engine.network.embedding_vd,
             heads=engine.heads,
             head_dim=pool.head_dim,
             tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
@@ -512,7 +512,8 @@ class _LayerExchange:
         return out_rhd
 
     def _outgoing_kv(self, k_rhd: Tensor, v_rhd: Tensor) -> list[tuple[int, Tensor]]:
-        kv_rhd = torch.stack((k_rhd, v_rhd), 1)
+        pool = self._engine.pool
+        kv_rhd = torch.stack((pool.stored(k_rhd), pool.stored(v_rhd)), 1)
         sent = self._sent.items()
         return [(peer, torch.cat([kv_rhd[rows] for rows in cuts])) for peer, cuts in sent]
 

@@ -231,10 +231,10 @@ class KvMover:
         if move.rows is None:
             return torch.stack(self._pool.read(layer, move.sequence_id, move.span))
         assert own is not None, f"layer {layer}: rows move without the layer's tensors"
-        return torch.stack([x_thd[move.rows] for x_thd in own])
+        return torch.stack([self._pool.stored(x_thd[move.rows]) for x_thd in own])
 
     def _buffer(self, move: KvMove) -> Tensor:
-        shape = (2, move.span.length, self._pool.kv_heads, self._pool.head_dim)
+        shape = (2, move.span.length, self._pool.kv_heads, self._pool.width)
         return self._pool.k.new_empty(shape)
 
 

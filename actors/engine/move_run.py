@@ -197,7 +197,7 @@ class MoveRun:
             (self._peer(transfer.receiver), self._read(transfer.span, layers))
             for transfer in outgoing
         ]
-        shape = (pool.kv_heads, pool.head_dim)
+        shape = (pool.kv_heads, pool.width)
         buffers = [
             pool.k.new_empty(len(layers), 2, transfer.span.length, *shape) for transfer in incoming
         ]

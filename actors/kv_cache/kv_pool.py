@@ -4,7 +4,8 @@
 are looked up when the batch changes and not at each layer: afterwards only the rank itself appends
 to them, a slot a step.
 
-Shape suffixes: t = tokens, h = KV heads, d = head dim; s = slots.
+Shape suffixes: t = tokens, h = KV heads, d = head dim, or in 8 bits the bytes of a head
+(`csps.kernels.quantized_kv`); s = slots.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from csps.actors.kv_cache.sequence_slots import (
 )
 from csps.actors.kv_cache.slot_allocator import PinnedSpan, SlotAllocator
 from csps.kernels.arguments import SlotRun, SlotRuns
+from csps.kernels.quantized_kv import INT8, dequantized, quantized, row_width
 from csps.protocols.core.placement import Span
 
 ALL_HEADS = slice(None)
@@ -45,10 +47,15 @@ class KvPool:
     Copies and reads run outside the allocator's lock, because only one sequence writes into a slot,
     and before any other one has it.
 
+    In 8 bits, KV is read as it lies here, for those who pass it on; `numbers` dequantizes it for
+    those who compute with it. What is written may have been computed or passed on.
+
     Args:
+        dtype: that of the model.
         windowed: layers with slots of their own, in which only the last positions of a sequence
             have KV (`NearRing`).
         window_slots: number of slots of these layers.
+        eight_bits: keep KV in 8 bits instead.
     """
 
     def __init__(
@@ -62,19 +69,25 @@ class KvPool:
         device: torch.device | str,
         windowed: Set[int] = frozenset(),
         window_slots: int = 0,
+        eight_bits: bool = False,
     ) -> None:
         assert min(layers, slots, kv_heads, head_dim) > 0
         assert bool(windowed) == (window_slots > 0), "layers with a window have slots of their own"
+        stored = INT8 if eight_bits else dtype
+        self.width = row_width(head_dim, stored)
+        """Numbers of a head of a token in memory."""
 
         def tensors(layers: int, slots: int) -> tuple[Tensor, Tensor]:
             # Empty instead of zeros: on a CPU the system then backs only slots that are used.
-            shape = (layers, slots, kv_heads, head_dim)
-            k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+            shape = (layers, slots, kv_heads, self.width)
+            k, v = (torch.empty(shape, dtype=stored, device=device) for _ in range(2))
             return k, v
 
         self.k, self.v = tensors(layers - len(windowed), slots)
         near_k, near_v = tensors(len(windowed), window_slots)
-        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
+        self.layer_bytes = 2 * kv_heads * self.width * stored.itemsize
+        """Bytes of a token's keys and values in a layer."""
         self.slots = SlotAllocator(slots)
         """Allocator of the slots."""
         self.windowed = windowed
@@ -100,6 +113,7 @@ class KvPool:
         cache that arrives in parts; a caller that writes parts ensures that nobody reads before the
         last one.
         """
+        k_thd, v_thd = self.stored(k_thd), self.stored(v_thd)
         k_shd, v_shd = (pool_shd[:, heads] for pool_shd in self.layer(layer))
         assert k_thd.shape == v_thd.shape == (span.length, *k_shd.shape[1:])
         assert not self.narrowed(layer, sequence_id), (
@@ -124,8 +138,8 @@ class KvPool:
         assert kept.kept_ht.shape == (own.stop - own.start, span.length)
         with self.slots.writing(sequence_id, span) as runs:
             place = KeptSpan(span=span, heads=own, kept_ht=kept.kept_ht, slots=tuple(runs))
-            place.write(k_shd, kept.k_nd)
-            place.write(v_shd, kept.v_nd)
+            place.write(k_shd, self.stored(kept.k_nd))
+            place.write(v_shd, self.stored(kept.v_nd))
             self.slots.narrow(layer, sequence_id, place)
 
     def narrowed(self, layer: int, sequence_id: int) -> bool:
@@ -159,11 +173,20 @@ class KvPool:
     def write_slots(self, layer: int, slots_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
         """Store a layer's keys and values of single tokens: one copy for a whole batch."""
         k_shd, v_shd = self.layer(layer)
-        k_shd.index_copy_(0, slots_t, k_thd)
-        v_shd.index_copy_(0, slots_t, v_thd)
+        k_shd.index_copy_(0, slots_t, self.stored(k_thd))
+        v_shd.index_copy_(0, slots_t, self.stored(v_thd))
+
+    def stored(self, x_thd: Tensor) -> Tensor:
+        """Return keys or values as the pool keeps them; those that are in this form already as they
+        are."""
+        return quantized(x_thd) if self.k.dtype == INT8 != x_thd.dtype else x_thd
+
+    def numbers(self, x_thd: Tensor) -> Tensor:
+        """Return keys or values of the pool to compute with."""
+        return dequantized(x_thd, self.dtype) if x_thd.dtype == INT8 else x_thd
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values of all sequences, (slots, kv heads, head dim) each."""
+        """Return a layer's keys and values of all sequences, (s, h, d) each."""
         return self._by_layer[layer]
 
     def ring(self, sequence_id: int, span: Span, window: int) -> NearRing:

@@ -179,15 +179,15 @@ class KvConnection:
             )
         return KvHeader.unpack(words)
 
-    def receive(self, peer: int, header: KvHeader, head_dim: int, staging: Staging) -> KvBody:
-        """Receive what a header has announced. The caller checks that the mask marks as many tokens
-        as the header says."""
+    def receive(self, peer: int, header: KvHeader, width: int, staging: Staging) -> KvBody:
+        """Receive what a header has announced, with heads of so many numbers. The caller checks
+        that the mask marks as many tokens as the header says."""
         heads, tokens = len(header.heads), header.span.length
         if header.kept is None:
-            shape: tuple[int, ...] = (tokens, heads, head_dim)
+            shape: tuple[int, ...] = (tokens, heads, width)
             kept_ht = None
         else:
-            shape = (header.kept, head_dim)
+            shape = (header.kept, width)
             kept_ht = staging.buffer((heads, tokens), torch.bool)
         k, v = (staging.buffer(shape, header.dtype) for _ in range(2))
         parts = ((KvTag.KEPT, kept_ht), (KvTag.KEYS, k), (KvTag.VALUES, v))

@@ -24,7 +24,7 @@ from csps.protocols.core.placement import Span
 
 _MAGIC = 0x63737073  # "csps"
 _NONE = -1
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,14 @@ class KvHeader:
         """Return the number of (token, head) pairs of the span, sent or not."""
         return self.span.length * len(self.heads)
 
-    def charge(self, head_dim: int) -> int:
+    def charge(self, width: int) -> int:
         """Return the bytes that the message takes of the credit: as many as if all tokens were
-        kept, so that both sides know the charge before anything is read."""
-        return self.entries * entry_bytes(self.dtype, head_dim)
+        kept, so that both sides know the charge before anything is read.
+
+        Args:
+            width: numbers of a head of a token.
+        """
+        return self.entries * entry_bytes(self.dtype, width)
 
     def pack(self) -> Tensor:
         """Return the header as int64 words, the form in which it travels."""
@@ -90,9 +94,10 @@ class KvHeader:
         )
 
 
-def entry_bytes(dtype: torch.dtype, head_dim: int) -> int:
-    """Return the bytes that a (token, head) pair is charged for: key, value, and a byte of mask."""
-    return 2 * head_dim * dtype.itemsize + 1
+def entry_bytes(dtype: torch.dtype, width: int) -> int:
+    """Return the bytes that a (token, head) pair is charged for: key and value, of so many numbers
+    each, and a byte of mask."""
+    return 2 * width * dtype.itemsize + 1
 
 
 @dataclass(frozen=True)

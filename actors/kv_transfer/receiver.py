@@ -157,12 +157,12 @@ class KvReceiver:
 
     def _take(self, peer: int, header: KvHeader, staging: Staging) -> int:
         """Receive a message; return the bytes that it takes of the credit."""
-        head_dim, began_s = self._pool.head_dim, time.monotonic()
-        if (charge := header.charge(head_dim)) > self._credit_bytes:
+        width, began_s = self._pool.width, time.monotonic()
+        if (charge := header.charge(width)) > self._credit_bytes:
             raise TransferError(
                 f"{header} counts for {charge} bytes; the credit is {self._credit_bytes}"
             )
-        body = self._connection.receive(peer, header, head_dim, staging)
+        body = self._connection.receive(peer, header, width, staging)
         self._store_message(header, body, staging, began_s=began_s)
         return charge
 

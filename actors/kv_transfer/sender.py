@@ -305,7 +305,7 @@ class SendQueue:
             return
         if not self._under_way:
             self._late_at = time.monotonic() + MESSAGE_DEADLINE.total_seconds()
-        self._charged += header.charge(self._pool.head_dim)
+        self._charged += header.charge(self._pool.width)
         self._under_way.append(
             _UnderWay(
                 self._charged,

@@ -138,7 +138,7 @@ class Sending:
 
     def row_bytes(self, pool: KvPool) -> int:
         """Return the bytes that a token is charged for."""
-        return len(self.heads) * entry_bytes(pool.k.dtype, pool.head_dim)
+        return len(self.heads) * entry_bytes(pool.k.dtype, pool.width)
 
     def read(self, pool: KvPool, staging: Staging) -> KvBody:
         """Read the KV from the pool into host memory."""

@@ -260,7 +260,6 @@ class Rank:
         config, spec = self.config, self.engine.spec
         address = self._store_address
         pool = self.engine.pool
-        token_bytes = 2 * spec.layers * pool.kv_heads * pool.head_dim * pool.k.element_size()
         return RankDescription(
             gang_id=config.gang_id,
             role=config.role,
@@ -271,7 +270,7 @@ class Rank:
             kv_slots=config.kv_slots,
             window=spec.window or 0 if pool.windowed else 0,
             window_slots=config.window_slots,
-            kv_bytes_per_token=token_bytes,
+            kv_bytes_per_token=spec.layers * pool.layer_bytes,
             layers=spec.layers,
             model=config.model_dir,
             model_fingerprint=self._fingerprint,

@@ -29,6 +29,8 @@ class RankConfig:
     window_slots: int = 0
     """Tokens that it can hold in layers with a sliding window; 0: as many as in other layers."""
     dtype: str = "float32"
+    kv_dtype: str = "auto"
+    """Form of KV in the pool: that of `dtype`, or int8 (8 bits with a scale per token and head)."""
     device: str = "cpu"
     threads: int = 1
     """Torch threads of this process."""
@@ -59,6 +61,11 @@ class RankConfig:
     def may_prefill(self) -> bool:
         """Return whether the rank runs steps."""
         return self.role != "decode"
+
+    @property
+    def eight_bit_kv(self) -> bool:
+        """Return whether KV is kept in 8 bits."""
+        return self.kv_dtype == "int8"
 
     @property
     def may_decode(self) -> bool:

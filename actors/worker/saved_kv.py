@@ -192,8 +192,7 @@ class SavedKv:
 
     @property
     def _token_bytes(self) -> int:
-        pool = self._pool
-        return 2 * len(pool.k) * pool.kv_heads * pool.head_dim * pool.k.element_size()
+        return len(self._pool.k) * self._pool.layer_bytes
 
     def _body(self, pinned: tuple[PinnedSpan, ...]) -> Iterator[memoryview]:
         """Yield keys and values, layer by layer, span by span."""
@@ -259,11 +258,11 @@ class SavedKv:
         for span in spans:
             offsets[span] = at
             at += 2 * span.length
-        row = pool.kv_heads * pool.head_dim
+        row = pool.kv_heads * pool.width
         for layer, layer_body in enumerate(body.view(len(pool.k), at * row)):
             for target, span, common in stored:
                 kv_thd = layer_body[offsets[span] * row :][: 2 * span.length * row].view(
-                    2, span.length, pool.kv_heads, pool.head_dim
+                    2, span.length, pool.kv_heads, pool.width
                 )
                 k_thd, v_thd = kv_thd[:, span.rows_of(common)].to(pool.k.device)
                 slots = torch.from_numpy(target.slots[target.span.rows_of(common)])

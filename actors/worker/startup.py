@@ -48,11 +48,13 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
             all_reduce=instance.all_reduce if config.tp > 1 else None,
             # Steps cut matrices by heads, and have so many rows that packing gains nothing.
             packed=not config.may_prefill,
+            rounds_kv=config.eight_bit_kv,
         )
         fingerprint = model_fingerprint(
             checkpoint,
             instance,
             dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
             device=mesh.device,
             threads=config.threads,
         )
@@ -66,6 +68,7 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         device=mesh.device,
         windowed=spec.near_layers if config.window_slots else frozenset(),
         window_slots=config.window_slots,
+        eight_bits=config.eight_bit_kv,
     )
     engine = Engine(
         network=network,
@@ -79,7 +82,7 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         heads=engine.heads,
         kv_heads=pool.kv_heads,
         dim=spec.head_dim,
-        dtype=dtype,
+        dtypes={dtype, pool.k.dtype},
         device=engine.device,
     )
     return engine, fingerprint
@@ -107,7 +110,7 @@ def compile_kernels(engine: Engine) -> None:
     groups |= query_groups(spec.heads, spec.kv_heads, layout.world_size)
     launch_variants(
         engine.device,
-        engine.pool.k.dtype,
+        engine.pool.dtype,
         heads=engine.heads,
         kv_heads=kv_heads,
         head_dim=spec.head_dim,
@@ -121,11 +124,12 @@ def model_fingerprint(
     instance: InstanceGroup,
     *,
     dtype: str,
+    kv_dtype: str,
     device: torch.device | str,
     threads: int,
 ) -> str:
-    """Return a hexadecimal digest of the configuration, the dtype to compute in, and the weights as
-    they were read. Two gangs need equal ones to use each other's KV.
+    """Return a hexadecimal digest of the configuration, the dtype to compute in, the form of KV,
+    and the weights as they were read. Two gangs need equal ones to use each other's KV.
 
     It does not depend on the number of ranks in an instance. All of them have to call this.
     """
@@ -133,7 +137,8 @@ def model_fingerprint(
     weights = _sum_over(instance, own, device)
     config = config_bytes(checkpoint.model_dir, checkpoint.overrides)
     digest = hashlib.blake2b(config, digest_size=8)
-    digest.update(f"{dtype} {weights}".encode())
+    numbers = dtype if kv_dtype == "auto" else f"{dtype} {kv_dtype}"
+    digest.update(f"{numbers} {weights}".encode())
     return digest.hexdigest()
 
 

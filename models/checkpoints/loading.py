@@ -87,6 +87,7 @@ def load_network(
     device: torch.device | str = "cpu",
     all_reduce: AllReduce | None = None,
     packed: bool = False,
+    rounds_kv: bool = False,
 ) -> Network:
     """Load one tensor-parallel rank's shard of a Hugging Face checkpoint, tensor by tensor.
 
@@ -97,6 +98,7 @@ def load_network(
         all_reduce: sums a tensor over the tensor-parallel group, in place or not, and returns the
             sum; needed when `tp_size` > 1. A callable keeps collectives out of this package.
         packed: whether products of few rows matter most, as in decoding (`Network.of`).
+        rounds_kv: whether keys and values are rounded to what 8 bits hold.
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not supported.
@@ -112,6 +114,7 @@ def load_network(
             device=device,
             all_reduce=all_reduce,
             packed=packed,
+            rounds_kv=rounds_kv,
         )
 
 
@@ -124,6 +127,7 @@ def read_network(
     device: torch.device | str = "cpu",
     all_reduce: AllReduce | None = None,
     packed: bool = False,
+    rounds_kv: bool = False,
 ) -> Network:
     """Load a network as `load_network` does, from a checkpoint that is open already."""
     if tp_size > 1 and all_reduce is None:
@@ -140,7 +144,7 @@ def read_network(
     for place, parameter in zip(places, parameters, strict=True):
         checkpoint.read(place, parameter)
     reduce = all_reduce if tp_size > 1 else None
-    return Network.of(spec, shard, parameters, reduce, packed=packed)
+    return Network.of(spec, shard, parameters, reduce, packed=packed, rounds_kv=rounds_kv)
 
 
 def _log_quantized(sizes: WeightSizes, dtype: torch.dtype) -> None:

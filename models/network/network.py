@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from csps.kernels.quantized_kv import round_kv
 from csps.models.network.experts import add_experts, gated, route, row_products, summable
 from csps.models.network.parameters import ExpertParameters, LayerParameters, ModelParameters
 from csps.models.network.rope import Rotary, rotary_at, rotate
@@ -52,6 +53,8 @@ class Layer:
     all_reduce: AllReduce | None
     windowed: bool = False
     """True if it is one of the layers with a window."""
+    rounds_kv: bool = False
+    """True if keys and values are rounded to what 8 bits hold."""
 
     def qkv(self, x_td: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values of this rank's heads, rotated to their positions.
@@ -68,8 +71,7 @@ class Layer:
         tokens, head_dim = x_td.shape[0], self.spec.head_dim
         heads, kv_heads = len(self.shard.query_heads), len(self.shard.kv_heads)
         q_thd = x_td.new_empty(tokens, heads, head_dim)
-        k_thd = x_td.new_empty(tokens, kv_heads, head_dim)
-        v_thd = x_td.new_empty(tokens, kv_heads, head_dim)
+        k_thd, v_thd = kv_2thd = x_td.new_empty(2, tokens, kv_heads, head_dim)
         for block in _blocks(x_td):
             fused_thd = self._project(x_td[block]).view(-1, heads + 2 * kv_heads, head_dim)
             query_thd, key_thd, value_thd = torch.split(fused_thd, [heads, kv_heads, kv_heads], 1)
@@ -78,6 +80,8 @@ class Layer:
                 q_thd[block].mul_(rotary.query_scale_t11[block])
             rotate(self._head_norm(key_thd, self.weights.key_norm), rotary[block], k_thd[block])
             v_thd[block] = value_thd
+            if self.rounds_kv:
+                round_kv(kv_2thd[:, block])
         return q_thd, k_thd, v_thd
 
     def finish(self, x_td: Tensor, attention_thd: Tensor) -> Tensor:
@@ -248,10 +252,13 @@ class Network:
         all_reduce: AllReduce | None = None,
         *,
         packed: bool = False,
+        rounds_kv: bool = False,
     ) -> "Network":
         """Return a network that computes with these parameters.
 
         Args:
+            rounds_kv: whether keys and values are rounded to what 8 bits hold
+                (`csps.kernels.quantized_kv`).
             packed: whether products of few rows matter more than parts of matrices. Large matrices
                 are then packed (`_packed`), which `Layer.of_heads` cannot cut. A head that is the
                 embedding as well stays as it is.
@@ -270,6 +277,7 @@ class Network:
                     weights=_ready(weights, spec, packed),
                     all_reduce=all_reduce,
                     windowed=index in spec.windowed,
+                    rounds_kv=rounds_kv,
                 )
                 for index, weights in enumerate(parameters.layers)
             ),

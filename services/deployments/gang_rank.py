@@ -139,6 +139,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         kv_slots=kv_slots(role, settings),
         window_slots=window_slots(role, settings),
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         device=resolve_device(settings.device, section.num_gpus),
         threads=section.threads,
         host=host,

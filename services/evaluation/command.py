@@ -118,7 +118,11 @@ def _measure(
     """Return what ``--json`` writes."""
     if arguments.base_url:
         return _measure_server(arguments, evaluation, report)
-    model = LocalModel.load(arguments.model, getattr(torch, arguments.dtype))
+    model = LocalModel.load(
+        arguments.model,
+        getattr(torch, arguments.dtype),
+        rounds_kv=arguments.kv_dtype == "int8",
+    )
     count = model.count if _is_counted(evaluation.filler) else None
     output = {
         "evaluation": asdict(evaluation),
@@ -233,6 +237,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     models.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"
+    )
+    models.add_argument(
+        "--kv-dtype", choices=("auto", "int8"), default="auto", help="form of KV (%(default)s)"
     )
     models.add_argument("--threads", type=int, help="threads of torch, in this process")
     models.add_argument("--base-url", help="ask this server instead, e.g. http://127.0.0.1:8000")

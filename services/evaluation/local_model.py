@@ -65,11 +65,18 @@ class LocalModel:
         folder: Path,
         dtype: torch.dtype = torch.float32,
         overrides: Mapping[str, Any] | None = None,
+        *,
+        rounds_kv: bool = False,
     ) -> LocalModel:
-        """Load a checkpoint folder; `overrides` replace values of its config.json."""
+        """Load a checkpoint folder.
+
+        Args:
+            overrides: values that replace those of its config.json.
+            rounds_kv: whether keys and values are rounded to what 8 bits hold.
+        """
         # The tokenizers library's own class, because it returns the offsets of tokens in the text.
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        network = load_network(folder, overrides=overrides, dtype=dtype)
+        network = load_network(folder, overrides=overrides, dtype=dtype, rounds_kv=rounds_kv)
         return cls(network, tokenizer, frozenset(read_eos_token_ids(folder)))
 
     @cached_property

@@ -11,16 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from csps.actors.kv_transfer.message import entry_bytes
+from csps.kernels.quantized_kv import row_width
 from csps.models.checkpoints.loading import measure_weights
 from csps.models.network.spec import read_spec, tp_shard_of
 from csps.models.tokenizers.tokenizer import Tokenizer
 from csps.protocols.core.errors import ConfigError
 from csps.services.planning.checks import check_settings
 from csps.services.planning.machine import GIB, ROOT, main_memory
-from csps.services.planning.memory import MemoryNeed, one_line, rank_weights
+from csps.services.planning.memory import MemoryNeed, kv_torch_dtype, one_line, rank_weights
 from csps.services.settings.settings import Settings
 
 
@@ -46,9 +45,9 @@ def _check_in_flight(settings: Settings) -> None:
     """Raise ConfigError if a rank has no room in flight for one token to each rank of the other
     gang."""
     spec = read_spec(settings.model_dir, settings.model_overrides)
-    dtype = getattr(torch, settings.dtype)
+    stored = kv_torch_dtype(settings)
     heads = min(len(tp_shard_of(spec, 0, gang.tp).kv_heads) for gang in settings.gangs.values())
-    token_bytes = heads * entry_bytes(dtype, spec.head_dim)
+    token_bytes = heads * entry_bytes(stored, row_width(spec.head_dim, stored))
     peers = max(gang.ranks for gang in settings.gangs.values())
     if settings.kv_transfer.in_flight_bytes // peers < token_bytes:
         raise ConfigError(

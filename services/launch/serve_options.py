@@ -18,6 +18,7 @@ from csps.services.settings.vllm_options import (
     ALIASES,
     HARMLESS,
     IGNORED,
+    KV_DTYPES,
     REASONING,
     REFUSED,
     TOOL_FORMATS,
@@ -80,6 +81,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         help="type of weights, activations and KV; auto is bfloat16 where the device has it",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        type=_parser_of(KV_DTYPES),
+        metavar="FORM",
+        help="form of KV: auto is that of --dtype, int8 has 8 bits and is for CPUs",
     )
     group.add_argument(
         "--max-model-len",

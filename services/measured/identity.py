@@ -23,7 +23,7 @@ def identity_of(settings: Settings) -> Identity:
     on_gpu = resolve_device(settings.device, settings.prefilling.num_gpus) == "cuda"
     return Identity(
         weights=weights_digest(settings.model_dir, settings.model_overrides),
-        dtype=settings.dtype,
+        dtype=settings.number_types,
         device=_gpu() if on_gpu else processor(),
         cores=cores,
         torch=version("torch"),

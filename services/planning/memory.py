@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from csps.kernels.quantized_kv import INT8, row_width
 from csps.models.checkpoints.loading import WeightSizes, measure_weights
 from csps.models.network.spec import ModelSpec, read_spec, tp_shard_of
 from csps.protocols.core.errors import ConfigError
@@ -315,7 +316,7 @@ def _without_slots(role: GangRole, settings: Settings, *, on_gpu: bool) -> RankN
     """Return the need of a rank of a gang that has no slots."""
     section = settings.gangs[role]
     spec = read_spec(settings.model_dir, settings.model_overrides)
-    layer = settings.element_bytes * _layer_elements(spec, section.tp)
+    layer = _layer_bytes(settings, spec, section.tp)
     apart = window_slots(role, settings)
     near = len(spec.near_layers) if apart else 0
     return RankNeed(
@@ -343,9 +344,17 @@ def _transfer_bytes(role: GangRole, settings: Settings) -> int:
     return 0 if role == "elastic" else settings.kv_transfer.in_flight_bytes
 
 
-def _layer_elements(spec: ModelSpec, tp: int) -> int:
-    """Count the numbers that one rank stores for a token in a layer: keys and values."""
-    return 2 * len(tp_shard_of(spec, 0, tp).kv_heads) * spec.head_dim
+def _layer_bytes(settings: Settings, spec: ModelSpec, tp: int) -> int:
+    """Count the bytes that one rank stores for a token in a layer: keys and values."""
+    stored = kv_torch_dtype(settings)
+    heads = len(tp_shard_of(spec, 0, tp).kv_heads)
+    return 2 * heads * row_width(spec.head_dim, stored) * stored.itemsize
+
+
+def kv_torch_dtype(settings: Settings) -> torch.dtype:
+    """Return the type of numbers of which KV in memory consists."""
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    return dtype if settings.kv_dtype == "auto" else INT8
 
 
 def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:

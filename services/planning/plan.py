@@ -143,7 +143,8 @@ def _ttft_s(
     heads = 2 * (spec.heads + spec.kv_heads) * spec.head_dim / tp
     exchanged = own * heads * element * (spec.layers - near) * (instances - 1) / instances
     if instances > 1:
-        exchanged += near * min(own, spec.window or 0) * need.layer
+        in_reach = 2 * spec.kv_heads * spec.head_dim / tp * element
+        exchanged += near * min(own, spec.window or 0) * in_reach
     # Two sums over the ranks of an instance in every layer, as rings.
     summed = own * 2 * 2 * spec.hidden * element * spec.layers * (tp - 1) / tp
     last_layer = own * need.layer
@@ -199,6 +200,8 @@ def lines(plan: Plan) -> Iterator[str]:
                 f"{_size(need.near)} of the KV of {role} are {need.window_slots} slots in layers "
                 f"with a window; in the others a slot takes {need.slot} bytes"
             )
+    slots = ", ".join(f"{role} {need.slot}" for role, need in plan.ranks.items())
+    yield f"KV of a token on one rank, in bytes: {slots}"
     transfers = max(need.kv_transfer for need in plan.ranks.values())
     if transfers:
         yield f"and {_size(transfers)} of main memory for KV in transfer to or from each rank"

@@ -274,7 +274,10 @@ def _accuracy(
     _say(f"the model in this process; measurements are stored in {base.path}")
     limit_s = math.inf if arguments.limit is None else arguments.limit
     model = LocalModel.load(
-        settings.model_dir, getattr(torch, settings.dtype), settings.model_overrides
+        settings.model_dir,
+        getattr(torch, settings.dtype),
+        settings.model_overrides,
+        rounds_kv=settings.kv_dtype == "int8",
     )
     rounds = -(-arguments.questions // ROUND)
     AccuracyProfile(base, model, points, _say, limit_s=limit_s, rounds=rounds).run()

@@ -53,6 +53,7 @@ async def measure_phases(base: ScalingInformationBase, settings: Settings, *, qu
     arguments = (
         str(settings.model_dir),
         settings.dtype,
+        settings.kv_dtype,
         resolve_device(settings.device, gang.num_gpus),
         str(gang.threads),
         str(gang.tp),

@@ -460,6 +460,9 @@ class Settings(SettingsSection):
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     """Type of weights, activations and KV. `auto` is bfloat16 on GPUs and on processors that
     multiply such numbers, as the machine that reads the settings, and otherwise float32."""
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """Form of KV in memory. `auto` is `dtype`; `int8` is 8 bits with a scale for each token and KV
+    head, on CPUs only."""
     quantum_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     """About how long a rank computes a prefill step before it turns to other waiting work: a
     high-priority step, or a decode iteration of its own."""
@@ -514,10 +517,23 @@ class Settings(SettingsSection):
         # Replaced at once: all ranks must compute in one dtype, whatever machine each is on, and
         # measurements and KV of another one do not fit.
         if self.dtype == "auto":
-            on_gpus = any(gang.num_gpus for gang in self.gangs.values()) and self.device != "cpu"
-            best = "bfloat16" if on_gpus or multiplies_bf16() else "float32"
+            best = "bfloat16" if self._on_gpus or multiplies_bf16() else "float32"
             object.__setattr__(self, "dtype", best)  # a frozen model
         return self
+
+    @model_validator(mode="after")
+    def _eight_bits_are_for_cpus(self) -> Self:
+        if self.kv_dtype == "int8" and self._on_gpus:
+            raise ValueError(
+                "kv_dtype: int8 is for CPUs, and these ranks compute on GPUs: set kv_dtype to auto "
+                "(KV in dtype), or device to cpu and num_gpus to 0"
+            )
+        return self
+
+    @property
+    def _on_gpus(self) -> bool:
+        """Return whether ranks are to compute on GPUs."""
+        return any(gang.num_gpus for gang in self.gangs.values()) and self.device != "cpu"
 
     @model_validator(mode="after")
     def _a_pair_or_an_elastic_gang(self) -> Self:
@@ -677,6 +693,11 @@ class Settings(SettingsSection):
     def element_bytes(self) -> int:
         """Bytes of a number of `dtype`."""
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def number_types(self) -> str:
+        """`dtype`, with the form of KV if it is another one: what measurements depend on."""
+        return self.dtype if self.kv_dtype == "auto" else f"{self.dtype}, KV {self.kv_dtype}"
 
     @property
     def model_name(self) -> str:

@@ -17,6 +17,7 @@ OURS: Mapping[str, str] = {
     "port": "http_options.port",
     "api-key": "api_keys_file",
     "dtype": "dtype",
+    "kv-cache-dtype": "kv_dtype",
     "max-model-len": "max_positions",
     "tensor-parallel-size": "prefill.tp and decode.tp",
     "gpu-memory-utilization": "gpu_memory_utilization",
@@ -39,6 +40,12 @@ OURS: Mapping[str, str] = {
 }
 """Settings by vLLM's name."""
 
+KV_DTYPES: Mapping[str, str] = {
+    "auto": "auto",
+    "int8": "int8",
+    "int8_per_token_head": "int8",
+}
+"""The setting `kv_dtype` by vLLM's names."""
 TOOL_FORMATS: Mapping[str, str] = {
     "hermes": "hermes",
     "llama3_json": "llama3",
@@ -163,9 +170,10 @@ REFUSED: Mapping[str, str] = {
         "weights are dequantized while they are read if the checkpoint says that they are "
         "quantized, and never quantized here; drop the option"
     ),
-    "kv-cache-dtype": "KV has the dtype of the weights (dtype); drop the option",
-    "kv-cache-dtype-skip-layers": "KV has the dtype of the weights (dtype)",
-    "calculate-kv-scales": "KV has the dtype of the weights (dtype)",
+    "kv-cache-dtype-skip-layers": "all layers keep KV in one form (kv_dtype)",
+    "calculate-kv-scales": (
+        "KV in 8 bits (kv_dtype) always has a scale for each token and head; drop the option"
+    ),
     "pipeline-parallel-size": (
         "layers are not split over machines; raise --tensor-parallel-size, or spread prompts over "
         "more copies with --prefill"
@@ -250,7 +258,6 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "data-parallel-size": frozenset({"1"}),
     "decode-context-parallel-size": frozenset({"1"}),
     "prefill-context-parallel-size": frozenset({"1"}),
-    "kv-cache-dtype": frozenset({"auto"}),
     "cpu-offload-gb": frozenset({"0"}),
     "tokenizer-mode": frozenset({"auto", "hf", "slow"}),
     "load-format": frozenset({"auto", "hf", "safetensors"}),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from gang_driver import ANSWER_S, Prompt, Request, even_slices, prefill_step, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
+from rounded_reference import rounded_greedy
 from torch import Tensor
 
 from csps.actors.kv_cache.kv_files import KvFile, KvFiles
@@ -94,19 +96,16 @@ async def evict(cell: ThreadCell, *sequence_ids: int) -> None:
     await cell.idle()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "kv_dtype"), [(1, "auto"), (2, "auto"), (1, "int8")])
 async def test_the_next_gang_answers_from_the_files_of_the_last(
-    tiny_llama: Path, tmp_path: Path, tp: int
+    tiny_llama: Path, tmp_path: Path, tp: int, kv_dtype: str
 ) -> None:
-    async with thread_cell(
-        tiny_llama, prefill=2, decode=1, prefill_tp=tp, kv_files=tmp_path
-    ) as cell:
+    gangs: dict[str, Any] = {"prefill": 2, "decode": 1, "prefill_tp": tp, "kv_files": tmp_path}
+    async with thread_cell(tiny_llama, **gangs, kv_dtype=kv_dtype) as cell:
         prompt = await compute(cell)
         before = kv_of(cell, FIRST, PLACED)
         await save(cell)
-    async with thread_cell(
-        tiny_llama, prefill=2, decode=1, prefill_tp=tp, kv_files=tmp_path
-    ) as cell:
+    async with thread_cell(tiny_llama, **gangs, kv_dtype=kv_dtype) as cell:
         cell.prefill.notify_all("list_saved")
         await cell.until_received(2 * tp, KvSaved, runs=(RUN,), written=False, listed=True)
         assert await restore(cell) == [LENGTH // 2] * 2 * tp
@@ -122,7 +121,8 @@ async def test_the_next_gang_answers_from_the_files_of_the_last(
         await cell.reserve(request)
         step = prefill_step([request.chunk(LENGTH, history=history)], [0, 1])
         await cell.prefilled(cell.submit(step, text[LENGTH:]))
-        assert await cell.answer(request) == [greedy_tokens(tiny_llama, text.tolist(), 4)]
+        reference = greedy_tokens if kv_dtype == "auto" else rounded_greedy
+        assert await cell.answer(request) == [reference(tiny_llama, text.tolist(), 4)]
         await cell.freed(NEXT)
         await evict(cell, RESTORED)
 
@@ -150,6 +150,15 @@ async def test_the_longest_run_tells_how_fast_the_disk_is(
         await cell.until_received(2, KvSaved, listed=True)
         assert read == [RUN.name] * 2
         assert all(message.bytes_per_s > 1 for message in cell.about(KvSaved, listed=True))
+
+
+async def test_files_of_another_form_of_kv_are_not_read(tiny_llama: Path, tmp_path: Path) -> None:
+    async with thread_cell(tiny_llama, prefill=2, decode=1, kv_files=tmp_path) as cell:
+        await compute(cell)
+        await save(cell)
+    eight = thread_cell(tiny_llama, prefill=2, decode=1, kv_files=tmp_path, kv_dtype="int8")
+    async with eight as cell:
+        assert await restore(cell) == [-1, -1]
 
 
 async def test_some_of_a_run_can_be_read(tiny_llama: Path, tmp_path: Path) -> None:

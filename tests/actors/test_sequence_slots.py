@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch
 from dense_reference import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
+from rounded_reference import rounded
 from torch import Tensor
 
 from csps.actors.attention.base.engine import Engine
@@ -25,7 +26,7 @@ KV_HEADS, GROUP, HEAD_DIM, SLOTS = 3, 2, 4, 64
 SEQUENCE_ID = 1
 
 
-def make_pool() -> KvPool:
+def make_pool(*, eight_bits: bool = False) -> KvPool:
     pool = KvPool(
         layers=2,
         slots=SLOTS,
@@ -33,9 +34,11 @@ def make_pool() -> KvPool:
         head_dim=HEAD_DIM,
         dtype=torch.float64,
         device="cpu",
+        eight_bits=eight_bits,
     )
-    pool.k.fill_(torch.nan)  # what nobody wrote must show if somebody reads it
-    pool.v.fill_(torch.nan)
+    nan = -1 if eight_bits else torch.nan  # four bytes of ones are a scale that is NaN
+    pool.k.fill_(nan)  # what nobody wrote must show if somebody reads it
+    pool.v.fill_(nan)
     return pool
 
 
@@ -98,9 +101,9 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 
 @st.composite
-def fragmented(draw: st.DrawFn) -> KvPool:
+def fragmented(draw: st.DrawFn, *, eight_bits: bool = False) -> KvPool:
     """Return a pool with holes."""
-    pool = make_pool()
+    pool = make_pool(eight_bits=eight_bits)
     sizes = draw(st.lists(st.integers(1, 6), max_size=8))
     for sequence_id, size in enumerate(sizes, start=100):
         pool.slots.allocate(sequence_id, [span(0, size)])
@@ -143,6 +146,15 @@ def test_attention_is_over_the_kept_tokens_of_each_head(
     fill(pool, prompt, order)
     pool.slots.check_integrity()
     expected = prompt.dense(QUERY, prompt.kept_ht)
+    torch.testing.assert_close(attended(pool, QUERY), expected, rtol=0, atol=1e-12)
+
+
+@given(prompt=prompts(), pool=fragmented(eight_bits=True), order=st.randoms(use_true_random=False))
+def test_kept_tokens_in_8_bits_are_seen_rounded(prompt: Prompt, pool: KvPool, order: Any) -> None:
+    prompt = replace(prompt, k_thd=prompt.k_thd.float(), v_thd=prompt.v_thd.float())
+    fill(pool, prompt, order)
+    seen = replace(prompt, k_thd=rounded(prompt.k_thd), v_thd=rounded(prompt.v_thd))
+    expected = seen.dense(QUERY, prompt.kept_ht)
     torch.testing.assert_close(attended(pool, QUERY), expected, rtol=0, atol=1e-12)
 
 

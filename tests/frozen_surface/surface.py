@@ -760,7 +760,9 @@ class _Alone:
 def _fingerprint(model_dir: Path) -> str:
     with open_checkpoint(model_dir) as checkpoint:
         alone: Any = _Alone()
-        return model_fingerprint(checkpoint, alone, dtype="float32", device="cpu", threads=1)
+        return model_fingerprint(
+            checkpoint, alone, dtype="float32", kv_dtype="auto", device="cpu", threads=1
+        )
 
 
 def _csa() -> CsaSettings:

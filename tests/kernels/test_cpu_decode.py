@@ -13,12 +13,14 @@ from dense_reference import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
+from rounded_reference import rounded
 from torch import Tensor
 
 from csps.kernels import cpu_attention, cpu_decode
 from csps.kernels.arguments import EVERY_SLOT, PART_FIELDS, RowParts, SlotRun, SlotRuns
 from csps.kernels.attention import attention, decode_attention
 from csps.kernels.cpu_decode import DecodeKernel
+from csps.kernels.quantized_kv import INT8, quantized
 
 pytest.importorskip("llvmlite")
 
@@ -27,7 +29,8 @@ from csps.kernels import native_code
 SLOTS = 400
 SHAPES = [(1, 1, 8), (4, 2, 32), (3, 3, 16), (8, 1, 32), (14, 2, 64), (6, 2, 20), (20, 1, 48)]
 """Query heads, KV heads and head dims: groups of 1 to 20, and dims of 4 to 16 lanes."""
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, INT8]
+"""Types of KV; that with 8 bits has scales."""
 Heads = tuple[int, int, int]
 
 
@@ -36,10 +39,20 @@ def kernel(heads: Heads, dtype: torch.dtype) -> DecodeKernel:
     query_heads, kv_heads, dim = heads
     assert cpu_decode.prepare(heads=query_heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     found = cpu_decode.prepared(
-        torch.zeros(1, query_heads, dim), *[torch.zeros(1, kv_heads, dim, dtype=dtype)] * 2
+        torch.zeros(1, query_heads, dim), *[stored(torch.zeros(1, kv_heads, dim), dtype)] * 2
     )
     assert found is not None
     return found
+
+
+def stored(x_thd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values as a pool of this type has them."""
+    return quantized(x_thd) if dtype == INT8 else x_thd.to(dtype)
+
+
+def numbers(x_thd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the same as numbers."""
+    return rounded(x_thd.nan_to_num()) if dtype == INT8 else x_thd.to(dtype)
 
 
 @pytest.fixture
@@ -61,7 +74,18 @@ class Case:
     seed: int
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v; slots that no run has are NaN, as a pool's memory may be."""
+        """Return q, k and v in memory; slots that no run has are NaN, as a pool's memory may be."""
+        q, k, v = self._drawn()
+        q = q if self.dtype == INT8 else q.to(self.dtype)
+        return q, stored(k, self.dtype), stored(v, self.dtype)
+
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v as numbers."""
+        q, k, v = self._drawn()
+        q = q if self.dtype == INT8 else q.to(self.dtype)
+        return q, numbers(k, self.dtype), numbers(v, self.dtype)
+
+    def _drawn(self) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads, dim = self.heads
         generator = torch.Generator().manual_seed(self.seed)
         shapes = (self.rows, heads), (SLOTS, kv_heads), (SLOTS, kv_heads)
@@ -70,7 +94,7 @@ class Case:
         for _, begin, end in self.runs:
             unseen[begin:end] = False
         k[unseen] = v[unseen] = torch.nan
-        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+        return q, k, v
 
 
 def prompt(heads: Heads, dtype: torch.dtype, *, rows: int, keys: int) -> list[Tensor]:
@@ -127,7 +151,7 @@ def scale_of(case: Case) -> float:
 def test_equals_the_definition(case: Case) -> None:
     tensors, runs = case.tensors(), SlotRuns(case.rows, case.runs)
     got = kernel(case.heads, case.dtype).attend_runs(*tensors, runs, scale_of(case))
-    check(got, by_definition(case, tensors))
+    check(got, by_definition(case, case.numbers()))
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -143,7 +167,7 @@ def test_threads_change_no_row(case: Case, threads: int) -> None:
             got = kernel(case.heads, case.dtype).attend_runs(*tensors, runs, scale_of(case))
         finally:
             torch.set_num_threads(before)
-    check(got, by_definition(case, tensors))
+    check(got, by_definition(case, case.numbers()))
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -186,11 +210,11 @@ def test_each_query_sees_one_key_more(
     generator = torch.Generator().manual_seed(seed)
     keys = first + rows - 1
     q = torch.randn(rows, query_heads, dim, generator=generator)
-    k, v = (torch.randn(keys + 5, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+    k, v = (torch.randn(keys + 5, kv_heads, dim, generator=generator) for _ in range(2))
     expected = dense_attention(
         q,
-        k[:keys],
-        v[:keys],
+        numbers(k[:keys], dtype),
+        numbers(v[:keys], dtype),
         q_positions=torch.arange(first - 1, first - 1 + rows),
         k_positions=torch.arange(keys),
     )
@@ -200,7 +224,8 @@ def test_each_query_sees_one_key_more(
         patch.setattr(cpu_decode, "THREAD_BYTES", 1)
         torch.set_num_threads(threads)
         try:
-            got = kernel(heads, dtype).attend_staircase(q, k, v, first, dim**-0.5)
+            kv = stored(k, dtype), stored(v, dtype)
+            got = kernel(heads, dtype).attend_staircase(q, *kv, first, dim**-0.5)
         finally:
             torch.set_num_threads(before)
     check(got, expected)
@@ -282,13 +307,14 @@ def test_all_queries_see_all_keys(
     query_heads, kv_heads, dim = heads
     generator = torch.Generator().manual_seed(queries)
     shapes = (queries, query_heads), (keys + 2, kv_heads), (keys + 2, kv_heads)
-    q, k, v = (torch.randn(*shape, dim, generator=generator).to(dtype) for shape in shapes)
-    k, v = k[1:-1], v[1:-1]  # a slice of a pool
-    out, lse = kernel(heads, dtype).attend_all(q, k, v, dim**-0.5)
+    q, k, v = (torch.randn(*shape, dim, generator=generator) for shape in shapes)
+    kv = stored(k, dtype)[1:-1], stored(v, dtype)[1:-1]  # a slice of a pool
+    out, lse = kernel(heads, dtype).attend_all(q, *kv, dim**-0.5)
+    k, v = numbers(k, dtype)[1:-1], numbers(v, dtype)[1:-1]
     check((out, lse), dense_attention(q, k, v, q_positions=None, k_positions=None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, INT8])
 @pytest.mark.parametrize("cut", [False, True])
 def test_twenty_thousand_keys(
     dtype: torch.dtype, cut: bool, request: pytest.FixtureRequest
@@ -296,11 +322,13 @@ def test_twenty_thousand_keys(
     if cut:
         request.getfixturevalue("two_threads")
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 32, generator=generator).to(dtype)
-    k, v = (torch.randn(20_100, 2, 32, generator=generator).to(dtype) for _ in range(2))
+    q = torch.randn(2, 4, 32, generator=generator)
+    k, v = (torch.randn(20_100, 2, 32, generator=generator) for _ in range(2))
+    kv = stored(k, dtype), stored(v, dtype)
     runs = SlotRuns(2, [(0, 0, 15_000), (0, 15_100, 20_100), (1, 20_099, 20_100)])
-    got = kernel((4, 2, 32), dtype).attend_runs(q, k, v, runs, 32**-0.5)
-    check(got, cpu_attention.decode_by_flash(q.float(), k.float(), v.float(), runs, 32**-0.5))
+    got = kernel((4, 2, 32), dtype).attend_runs(q, *kv, runs, 32**-0.5)
+    k, v = numbers(k, dtype).float(), numbers(v, dtype).float()
+    check(got, cpu_attention.decode_by_flash(q, k, v, runs, 32**-0.5))
 
 
 @pytest.mark.parametrize("lanes", [4, 8])
@@ -309,11 +337,13 @@ def test_narrower_vectors_of_other_processors(lanes: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu_decode, "_prepared", {})
     runs = tuple((row, 7 * row, 7 * row + length) for row, length in enumerate([130, 1, 0, 64, 77]))
     for heads in SHAPES[1::2]:
-        for dtype in DTYPES[:2]:
+        for dtype in (torch.float32, torch.bfloat16, INT8):
             case = Case(heads, dtype, 5, runs, lanes)
             tensors = case.tensors()
             got = kernel(heads, dtype).attend_runs(*tensors, SlotRuns(5, runs), scale_of(case))
-            check(got, by_definition(case, tensors))
+            check(got, by_definition(case, case.numbers()))
+            if dtype == INT8:  # of which prompts are not computed
+                continue
             q, k, v = prompt(heads, dtype, rows=40, keys=110)
             got = kernel(heads, dtype).attend_staircase(q, k, v, 71, scale_of(case))
             positions = torch.arange(70, 110), torch.arange(110)
@@ -324,6 +354,7 @@ READ_TO_THE_END = """
 import ctypes, mmap, torch
 from csps.kernels import cpu_decode
 from csps.kernels.arguments import SlotRuns
+from csps.kernels.quantized_kv import quantized, row_width
 
 def before_forbidden_page(slots, dtype):
     \"\"\"Return a cache whose last byte is the last before a page that nobody may read.\"\"\"
@@ -332,10 +363,12 @@ def before_forbidden_page(slots, dtype):
     behind = memory.data_ptr() + 2 * mmap.PAGESIZE
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
-    size = slots * 2 * 32 * dtype.itemsize
-    return memory[2 * mmap.PAGESIZE - size : 2 * mmap.PAGESIZE].view(dtype).view(slots, 2, 32)
+    width = row_width(32, dtype)
+    size = slots * 2 * width * dtype.itemsize
+    cache = memory[2 * mmap.PAGESIZE - size : 2 * mmap.PAGESIZE].view(dtype).view(slots, 2, width)
+    return cache.copy_(quantized(torch.zeros(slots, 2, 32))) if dtype == torch.int8 else cache
 
-for dtype in (torch.float32, torch.bfloat16):
+for dtype in (torch.float32, torch.bfloat16, torch.int8):
     assert cpu_decode.prepare(heads=4, kv_heads=2, dim=32, dtype=dtype)
     for slots in range(1, 10):
         k, v = before_forbidden_page(slots, dtype), before_forbidden_page(slots, dtype)

@@ -58,6 +58,17 @@ async def test_one_different_weight_makes_another_model(
     assert trouble.startswith("prefill and decode serve different models: model_fingerprint ")
 
 
+async def test_another_form_of_kv_makes_another_model(tiny_llama: Path, tmp_path: Path) -> None:
+    """Bytes pass from pool to pool as they are."""
+    other = replace(plan(tiny_llama, "decode"), kv_dtype="int8")
+    async with (
+        thread_gang(plan(tiny_llama, "prefill")) as prefill,
+        thread_gang(other) as decode,
+    ):
+        trouble = await linked(prefill, decode, tmp_path)
+    assert trouble.startswith("prefill and decode serve different models: model_fingerprint ")
+
+
 async def test_overrides_make_another_model(tiny_llama: Path, tmp_path: Path) -> None:
     other = replace(plan(tiny_llama, "decode"), model_overrides={"rope_theta": 20_000.0})
     async with (

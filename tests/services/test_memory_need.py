@@ -44,18 +44,28 @@ def allocated(config: Settings, section: Any) -> tuple[int, int]:
         head_dim=network.spec.head_dim,
         dtype=dtype,
         device="cpu",
+        eight_bits=config.kv_dtype == "int8",
     )
     return sum(tensor.nbytes for tensor in seen.values()), pool.k.nbytes + pool.v.nbytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize(
+    ("tp", "dtype", "kv_dtype"),
+    [
+        (1, "float32", "auto"),
+        (2, "bfloat16", "auto"),
+        (4, "float32", "auto"),
+        (2, "bfloat16", "int8"),
+    ],
+)
 def test_weights_and_kv_are_what_ranks_allocate(
-    family: str, tp: int, dtype: str, tmp_path: Path
+    family: str, tp: int, dtype: str, kv_dtype: str, tmp_path: Path
 ) -> None:
     config = settings(
         make_checkpoint(tmp_path, family),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         prefill={"instances": 3, "tp": tp, "kv_slots": 700},
         decode={"instances": 1, "tp": 2, "kv_slots": 900},
     )

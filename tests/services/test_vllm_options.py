@@ -111,6 +111,20 @@ def test_a_length_may_have_a_unit(text: str, tokens: int) -> None:
     assert parsed(f"needle --max-model-len {text}").args["max_positions"] == tokens
 
 
+@pytest.mark.parametrize(
+    ("text", "form"), [("auto", "auto"), ("int8", "int8"), ("int8_per_token_head", "int8")]
+)
+def test_kv_has_a_form_of_its_own(text: str, form: str) -> None:
+    assert parsed(f"needle --kv-cache-dtype {text}").args["kv_dtype"] == form
+
+
+def test_a_form_of_kv_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed("needle --kv-cache-dtype fp8")
+    said = capsys.readouterr().err
+    assert "--kv-cache-dtype: the format 'fp8' is not known here; known: auto, int8" in said
+
+
 @pytest.mark.parametrize("text", ["auto", "-1"])
 def test_the_models_own_length_may_be_asked_for(text: str) -> None:
     assert "max_positions" not in parsed(f"needle --max-model-len {text}").args

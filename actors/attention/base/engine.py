@@ -91,8 +91,8 @@ class Engine:
         heads = slice(block.heads.start * group, block.heads.stop * group)
         part = attention(
             q_rhd[:, heads],
-            block.k_thd,
-            block.v_thd,
+            self.pool.numbers(block.k_thd),
+            self.pool.numbers(block.v_thd),
             q_positions=None,
             k_positions=None,
             scale=self.spec.scale,

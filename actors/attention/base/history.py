@@ -63,7 +63,7 @@ class ResidentHistory:
         """Return k and v of the resident part of `near_spans`, and its positions."""
         spans = self.near_spans(chunk, self._group.step.group[self._group.member])
         found = [self._pool.read(layer, chunk.sequence_id, span) for span in spans]
-        k_sgd, v_sgd = (torch.cat(parts) for parts in zip(*found, strict=True))
+        k_sgd, v_sgd = (self._pool.numbers(torch.cat(parts)) for parts in zip(*found, strict=True))
         return k_sgd, v_sgd, span_positions(spans).to(k_sgd.device)
 
     def keys(self, layer: int, chunk: PrefillChunk) -> tuple[Tensor, Tensor]:
@@ -71,11 +71,14 @@ class ResidentHistory:
         assert not self._pool.narrowed(layer, chunk.sequence_id), (
             f"history of sequence {chunk.sequence_id} has kept tokens only in layer {layer}"
         )
-        k_shd, v_shd = self._pool.layer(layer)
-        slots = self._slots_of(chunk)
+        pool, slots = self._pool, self._slots_of(chunk)
+        k_shd, v_shd = pool.layer(layer)
         if isinstance(slots, slice):
-            return k_shd[slots], v_shd[slots]
-        return k_shd.index_select(0, slots), v_shd.index_select(0, slots)
+            return pool.numbers(k_shd[slots]), pool.numbers(v_shd[slots])
+        return (
+            pool.numbers(k_shd.index_select(0, slots)),
+            pool.numbers(v_shd.index_select(0, slots)),
+        )
 
     def _slots_of(self, chunk: PrefillChunk) -> slice | Tensor:
         """Return the slots of a chunk's history, the same in all layers."""
