@@ -149,6 +149,8 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
 
 def _masked(scores_ev: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
     """Return a copy to which the masks of those rows that have one are added."""
+    if all(mask is None for mask in masks):
+        return scores_ev.clone()
     # A sum, because replacing values where a mask is True takes a core eight times as long.
     masked_ev = torch.empty_like(scores_ev)
     for masked_v, scores_v, mask_v in zip(masked_ev, scores_ev, masks, strict=True):

@@ -176,7 +176,7 @@ class Receiving:
             pool=self.pool,
             device=CUDA,
             kv_heads=range(2),
-            spec=SimpleNamespace(layers=1, vocab=8),
+            spec=SimpleNamespace(layers=1, vocab=8, window=None),
             grammars=None,
         )
         self.reservations = Reservations(cast(Any, engine), lambda *told: None)

@@ -618,8 +618,8 @@ POLICIES = (
     Fault(
         name="context_parallel: the holder with most tokens gets the first one of an answer.",
         file="services/scheduling/policies/context_parallel/pair.py",
-        old="key=lambda instance: (resident.get(instance, 0), -room[instance]))",
-        new="key=lambda instance: (-resident.get(instance, 0), -room[instance]))",
+        old="sorted(room, key=lambda instance: (resident.get(instance, 0), -room[instance]))",
+        new="sorted(room, key=lambda instance: (-resident.get(instance, 0), -room[instance]))",
         test=f"{SCHEDULING}/test_context_parallel.py::test_kv_is_even_to_within_one_token_at_any_time",
     ),
     Fault(
