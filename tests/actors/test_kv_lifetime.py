@@ -292,7 +292,9 @@ class Chunks:
 
     def __init__(self, count: int, *, shares: bool, retain: bool) -> None:
         self.slots, self.reported = SlotAllocator(SLOTS), Reported()
-        engine = SimpleNamespace(instance=0, pool=SimpleNamespace(slots=self.slots, window_slots=None))
+        engine = SimpleNamespace(
+            instance=0, pool=SimpleNamespace(slots=self.slots, window_slots=None)
+        )
         self.kv = KvReclaim(
             cast(Any, engine),
             cast(Any, self.reported),
