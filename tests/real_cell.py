@@ -175,8 +175,7 @@ async def real_cell(
     service = RequestService(
         cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, observer=observer
     )
-    cell = Cell(model, directory, service, instances, tp, backends, kv_slots, kv_files)
-    cell = Cell(model, directory, service, instances, tp, backends, kv_slots, kv_dtype)
+    cell = Cell(model, directory, service, instances, tp, backends, kv_slots, kv_dtype, kv_files)
     try:
         await service.start()
         await asyncio.gather(
