@@ -297,17 +297,7 @@ def check_tensors(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
     Raises:
         ValueError: they do not.
     """
-    if q_thd.ndim != 3 or k_thd.ndim != 3 or k_thd.shape != v_thd.shape:
-        raise ValueError(
-            "attention takes q (tokens, heads, dim) and k and v (tokens, kv heads, dim) of one "
-            f"shape, not {tuple(q_thd.shape)}, {tuple(k_thd.shape)}, {tuple(v_thd.shape)}"
-        )
-    if q_thd.shape[2] != k_thd.shape[2] or q_thd.shape[1] % max(k_thd.shape[1], 1):
-        raise ValueError(
-            f"{q_thd.shape[1]} query heads of dim {q_thd.shape[2]} do not match "
-            f"{k_thd.shape[1]} kv heads of dim {k_thd.shape[2]}: query heads must be a multiple "
-            "of kv heads, and the dims equal"
-        )
+    _check_heads(q_thd, k_thd, v_thd, width=q_thd.shape[-1])
     if not q_thd.dtype == k_thd.dtype == v_thd.dtype:
         raise ValueError(
             f"q, k and v must have one dtype, not {q_thd.dtype}, {k_thd.dtype}, {v_thd.dtype}"
@@ -325,18 +315,25 @@ def check_cache(q_thd: Tensor, k_shd: Tensor, v_shd: Tensor) -> None:
         return
     if q_thd.is_cuda:
         raise ValueError("KV in 8 bits is read by CPUs only")
-    if q_thd.ndim != 3 or k_shd.ndim != 3 or k_shd.shape != v_shd.shape or v_shd.dtype != INT8:
+    _check_heads(q_thd, k_shd, v_shd, width=row_width(q_thd.shape[-1], INT8))
+    if v_shd.dtype != INT8:
         raise ValueError(
-            "attention takes q (tokens, heads, dim) and k and v (slots, kv heads, bytes) of one "
-            f"shape and dtype, not {tuple(q_thd.shape)}, {tuple(k_shd.shape)}, "
-            f"{tuple(v_shd.shape)}, {v_shd.dtype}"
+            f"attention takes q with k and v of one dtype, not {k_shd.dtype} and {v_shd.dtype}"
         )
-    width = row_width(q_thd.shape[2], INT8)
-    if k_shd.shape[2] != width or q_thd.shape[1] % max(k_shd.shape[1], 1):
+
+
+def _check_heads(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, width: int) -> None:
+    """Check dimensions and heads; `width` is the last dimension that k and v need."""
+    if q_thd.ndim != 3 or k_thd.ndim != 3 or k_thd.shape != v_thd.shape:
+        raise ValueError(
+            "attention takes q (tokens, heads, dim) and k and v (tokens, kv heads, dim) of one "
+            f"shape, not {tuple(q_thd.shape)}, {tuple(k_thd.shape)}, {tuple(v_thd.shape)}"
+        )
+    if k_thd.shape[2] != width or q_thd.shape[1] % max(k_thd.shape[1], 1):
         raise ValueError(
             f"{q_thd.shape[1]} query heads of dim {q_thd.shape[2]} do not match "
-            f"{k_shd.shape[1]} kv heads of {k_shd.shape[2]} bytes: query heads must be a multiple "
-            f"of kv heads, of {width} bytes each"
+            f"{k_thd.shape[1]} kv heads of dim {k_thd.shape[2]}: query heads must be a multiple "
+            f"of kv heads, whose dim must be {width}"
         )
 
 

@@ -167,12 +167,12 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
         _log.warning("llvmlite is not installed: decoding runs torch's attention")
         return None
     # Imported on use: a rank on a GPU needs no llvmlite.
-    from csps.kernels import cpu_decode_ir, cpu_prompt_ir, native_code
+    from csps.kernels import cpu_decode_ir, cpu_parts_ir, cpu_prompt_ir, native_code
     from csps.kernels.vector_ir import Element
 
     known = Element.FP32, Element.BF16, Element.FP16, Element.INT8
     elements = dict(zip(_DTYPES, known, strict=True))
-    lanes = cpu_decode_ir.lanes_for(dim, native_code.vector_lanes())
+    lanes = cpu_parts_ir.lanes_for(dim, native_code.vector_lanes())
     element = elements.get(dtype)
     if (
         element is None
@@ -181,8 +181,7 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
     ):
         _log.warning("%s: decoding runs torch's attention", what)
         return None
-    shape = cpu_decode_ir.HeadShape(heads=heads, kv_heads=kv_heads, dim=dim, element=element)
-    irs = cpu_decode_ir, cpu_prompt_ir
+    shape = cpu_parts_ir.HeadShape(heads=heads, kv_heads=kv_heads, dim=dim, element=element)
     arguments = [*[c_void_p] * 8, *[c_int64] * 2, c_float]
     try:
         function, of_prompts = (
@@ -201,8 +200,10 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
         # Prompts attend to 8 bits in pieces only, which are short.
         function if element is Element.INT8 else of_prompts,
         many_rows=cpu_prompt_ir.FEWEST_ROWS,
-        scratch_numbers=max(ir.scratch_numbers(shape, lanes) for ir in irs),
-        row_numbers=max(ir.row_numbers(shape, lanes) for ir in irs),
+        scratch_numbers=max(
+            ir.scratch_numbers(shape, lanes) for ir in (cpu_decode_ir, cpu_prompt_ir)
+        ),
+        row_numbers=cpu_parts_ir.row_numbers(shape, lanes),
         token_bytes=2 * kv_heads * row_width(dim, dtype) * element.bytes,
         most_queries=_most_queries(shape.group, dtype, native_code.multiplies_bf16_tiles()),
     )

@@ -1,8 +1,7 @@
 """The decode attention of `cpu_decode`, as LLVM IR for one shape of heads.
 
-A part is some query rows that see the same runs of slots. For each block of slots, the kernel
-computes scores, weights and weighted values of one row after the other, so KV comes from memory
-once and from the cache for further rows. Blocks are joined by online softmax with powers of 2.
+For each block of slots of a part (`cpu_parts_ir`), the kernel computes scores, weights and weighted
+values of one row after the other, so KV comes from memory once and from the cache for further rows.
 
 Where the time goes, and what follows from it:
 
@@ -22,17 +21,17 @@ fewer than the numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
-from csps.kernels.arguments import PART_FIELDS
-from csps.kernels.quantized_kv import SCALE_BYTES
+from csps.kernels.cpu_parts_ir import (
+    ARGUMENTS,
+    BLOCK,
+    HeadShape,
+    each_part,
+    greatest_divisor,
+)
 from csps.kernels.vector_ir import (
-    FLOAT,
-    INT,
     LINE_BYTES,
-    LN_2,
-    POINTER,
     Address,
     Element,
     Int,
@@ -41,24 +40,8 @@ from csps.kernels.vector_ir import (
     VectorCode,
 )
 
-BLOCK = 64
-"""Slots of a block: its keys and values stay in a core's second cache for further rows."""
 AHEAD_BYTES = 8 * 1024
 """Distance of prefetching."""
-ARGUMENTS = {
-    "q": POINTER,
-    "k": POINTER,
-    "v": POINTER,
-    "parts": POINTER,
-    "runs": POINTER,
-    "out": POINTER,
-    "lse": POINTER,
-    "scratch": POINTER,
-    "first_part": INT,
-    "end_part": INT,
-    "scale": FLOAT,
-}
-"""Arguments of the kernel. `scale` includes the factor log2(e)."""
 NAME = "csps_decode_attention"
 _TOKENS = {Element.FP32: 2, Element.BF16: 4, Element.FP16: 4, Element.INT8: 4}
 """Tokens that are computed together, at most: the more, the less memory is read in order."""
@@ -66,47 +49,10 @@ _UNROLLED = 4
 """Independent maxima, so that they do not wait for each other."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadShape:
-    """Shape of the heads that a kernel computes."""
-
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    dim: int
-    element: Element
-    """Type of the keys and values; queries are fp32."""
-
-    @property
-    def group(self) -> int:
-        """Return the number of query heads of a KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def quantized(self) -> bool:
-        """Return whether a scale follows the numbers of each KV head."""
-        return self.element is Element.INT8
-
-    @property
-    def width(self) -> int:
-        """Return the numbers of one KV head in a slot, with its scale."""
-        return self.dim + SCALE_BYTES if self.quantized else self.dim
-
-
-def lanes_for(dim: int, most: int) -> int:
-    """Return the lanes of vectors for a head dim: the greatest power of two that divides it."""
-    return min(most, dim & -dim)
-
-
 def scratch_numbers(shape: HeadShape, lanes: int) -> int:
     """Return the fp32 numbers of scratch memory: scores of a block, and a factor for each head."""
     width = _score_width(shape.heads, lanes)
     return _score_rows(lanes) * width + max(width, lanes)
-
-
-def row_numbers(shape: HeadShape, lanes: int) -> int:
-    """Return the fp32 numbers of scratch memory for each row of a part: maxima and sums."""
-    return 2 * max(_score_width(shape.heads, lanes), lanes)
 
 
 def decode_attention_ir(shape: HeadShape, lanes: int) -> str:
@@ -125,11 +71,6 @@ def _score_rows(lanes: int) -> int:
     return BLOCK + max(*_TOKENS.values(), lanes)
 
 
-def greatest_divisor(number: int, most: float) -> int:
-    """Return the greatest divisor of a number up to a bound, at least 1."""
-    return max(d for d in range(1, number + 1) if number % d == 0 and d <= max(most, 1))
-
-
 class _Kernel:
     def __init__(self, shape: HeadShape, code: VectorCode) -> None:
         self._shape, self._code, self._lanes = shape, code, code.lanes
@@ -145,56 +86,22 @@ class _Kernel:
             shape.kv_heads if self._heads == shape.group else 1,
             self._lanes // (self._heads * self._tokens),
         )
-        self._state = max(self._width, self._lanes)
-        """Numbers of one for each head, in whole vectors."""
         self._scores = code.address("scratch", Element.FP32)
         self._factors = self._scores + _score_rows(self._lanes) * self._width
         """A factor for the outputs of each head."""
-        self._states = self._factors + self._state
+        self._states = self._factors + max(self._width, self._lanes)
         """Maximum and sum of each head, row by row."""
 
     def text(self) -> str:
-        code, shape = self._code, self._shape
-        parts, runs = code.address("parts", Element.INT64), code.address("runs", Element.INT64)
-        cells = shape.heads * shape.dim
-        with code.loop(
-            code.integer_argument("first_part"), code.integer_argument("end_part")
-        ) as number:
-            part = parts + number * PART_FIELDS
-            q_row, out_row, rows, first_run, end_run, unseen = (
-                (part + field).integer() for field in range(PART_FIELDS)
-            )
-            queries = code.address("q", Element.FP32) + q_row * cells
-            outs = code.address("out", Element.FP32) + out_row * cells
-            lses = code.address("lse", Element.FP32) + out_row * shape.heads
-            with code.loop(0, rows) as row:
-                self._begin(outs + row * cells, self._state_of(row))
-            with code.loop(first_run, end_run) as run:
-                begin, end = (runs + run * 2).integer(), (runs + run * 2 + 1).integer()
-                with code.loop(begin, end, BLOCK) as slot:
-                    slots = (end - slot).least(BLOCK)
-                    # Rows that see none of the block are the first ones: they see fewest.
-                    with code.loop((slot - unseen + 1).most(0), rows) as row:
-                        seen = slots.least(unseen + row - slot)
-                        self._write_scores(queries + row * cells, slot, seen)
-                        self._weigh(outs + row * cells, self._state_of(row), seen)
-                        self._add_values(outs + row * cells, slot, seen)
-            with code.loop(0, rows) as row:
-                self._end(outs + row * cells, lses + row * shape.heads, self._state_of(row))
-        return code.text()
-
-    def _state_of(self, row: Int) -> tuple[Address, Address]:
-        """Return where the maximum and the sum of a row's heads are."""
-        maxima = self._states + row * (2 * self._state)
-        return maxima, maxima + self._state
-
-    def _begin(self, out: Address, state: tuple[Address, Address]) -> None:
-        zero = self._code.fill(0.0)
-        with self._code.loop(0, self._shape.heads * self._shape.dim, self._lanes) as cell:
-            (out + cell).store(zero)
-        for at in self._vectors:
-            (state[0] + at).store(self._code.fill(-inf))
-            (state[1] + at).store(zero)
+        with (
+            each_part(self._code, self._shape, self._states) as part,
+            part.blocks() as (slot, slots),
+            part.rows_that_see(slot, slots) as (row, seen),
+        ):
+            self._write_scores(part.query(row), slot, seen)
+            self._weigh(part.out(row), part.state(row), seen)
+            self._add_values(part.out(row), slot, seen)
+        return self._code.text()
 
     # --- scores ------------------------------------------------------------------------------
 
@@ -278,7 +185,7 @@ class _Kernel:
             total.store(total.vector().times_plus(factor, self._over_tokens(added.get(), "sum")))
             before.store(top)
             (self._factors + at).store(factor)
-        self._scale(out, always=False)
+        self._scale(out)
 
     def _maximum(self, scores: Address, end: Int, tokens: int, least: Vector) -> Vector:
         """Return the maximum over tokens, at least `least`."""
@@ -306,17 +213,16 @@ class _Kernel:
             vector = vector.greatest(other) if kind == "maximum" else vector + other
         return vector
 
-    def _scale(self, out: Address, *, always: bool) -> None:
+    def _scale(self, out: Address) -> None:
         """Multiply the outputs of each head by its factor."""
         code, shape = self._code, self._shape
         with code.loop(0, shape.heads) as head:
             place = self._factors + head
-            cells = [out + head * shape.dim + d for d in self._dims]
-            if always:
-                _multiply(cells, place.spread())
-            else:
-                with code.unless_one(place):
-                    _multiply(cells, place.spread())
+            with code.unless_one(place):
+                factor = place.spread()
+                for d in self._dims:
+                    cell = out + head * shape.dim + d
+                    cell.store(cell.vector() * factor)
 
     # --- values ------------------------------------------------------------------------------
 
@@ -366,21 +272,3 @@ class _Kernel:
                 for i, value_d in enumerate(seen):
                     total = weights[i, h].times_plus(value_d, total)
                 place.store(total)
-
-    # --- results -----------------------------------------------------------------------------
-
-    def _end(self, out: Address, lse: Address, state: tuple[Address, Address]) -> None:
-        """Divide the outputs of a row by the sums, and write its LSE."""
-        code = self._code
-        for at in self._vectors:
-            top, total = ((place + at).vector() for place in state)
-            own = range(min(self._lanes, self._shape.heads - at))
-            (lse + at).store((top + total.log2()) * code.fill(LN_2), own)
-            # A row without keys has outputs 0, and stays so.
-            (self._factors + at).store(code.fill(1.0) / total.where("==", 0.0, 1.0))
-        self._scale(out, always=True)
-
-
-def _multiply(cells: list[Address], factor: Vector) -> None:
-    for cell in cells:
-        cell.store(cell.vector() * factor)

@@ -1,9 +1,9 @@
 """The attention of prompts of `cpu_decode`, as LLVM IR for one shape of heads.
 
-A part is some query rows, at least `FEWEST_ROWS`, that see the same runs of slots. For each block
-of slots and KV head, keys are copied with the tokens side by side, values as they are, both in
-fp32. Then row after row computes scores, weights and weighted values, joined by online softmax with
-powers of 2. The decode kernel (`cpu_decode_ir`) copies nothing, for rows that share little.
+For each block of slots and KV head of a part (`cpu_parts_ir`) with at least `FEWEST_ROWS` rows,
+keys are copied with the tokens side by side, values as they are, both in fp32. Then row after row
+computes scores, weights and weighted values. The decode kernel (`cpu_decode_ir`) copies nothing,
+for rows that share little.
 
 Where the time goes, and what follows from it:
 
@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from csps.kernels.arguments import PART_FIELDS
-from csps.kernels.cpu_decode_ir import ARGUMENTS, BLOCK, HeadShape, greatest_divisor
-from csps.kernels.vector_ir import LN_2, Address, Element, Int, Variable, Vector, VectorCode
+from csps.kernels.cpu_parts_ir import ARGUMENTS, BLOCK, HeadShape, each_part, greatest_divisor
+from csps.kernels.vector_ir import Address, Element, Int, Variable, Vector, VectorCode
 
 NAME = "csps_prompt_attention"
 FEWEST_ROWS = 8
@@ -32,19 +31,9 @@ def scratch_numbers(shape: HeadShape, lanes: int) -> int:
     return BLOCK * (shape.group + 2 * shape.dim)
 
 
-def row_numbers(shape: HeadShape, lanes: int) -> int:
-    """Return the fp32 numbers of scratch memory for each row of a part: maxima and sums."""
-    return 2 * _state_numbers(shape, lanes)
-
-
 def prompt_attention_ir(shape: HeadShape, lanes: int) -> str:
     """Return the IR of the kernel."""
     return _PromptKernel(shape, VectorCode(NAME, ARGUMENTS, lanes=lanes)).text()
-
-
-def _state_numbers(shape: HeadShape, lanes: int) -> int:
-    """Return one number for each head, in whole vectors."""
-    return -(-shape.heads // lanes) * lanes
 
 
 class _PromptKernel:
@@ -52,8 +41,6 @@ class _PromptKernel:
         self._shape, self._code, self._lanes = shape, code, code.lanes
         self._dims = range(0, shape.dim, self._lanes)
         self._tokens = range(0, BLOCK, self._lanes)
-        self._cells = shape.heads * shape.dim
-        self._state = _state_numbers(shape, self._lanes)
         # A tile fills as many registers as a vector has lanes: about half of them.
         self._score_heads = greatest_divisor(shape.group, self._lanes // len(self._tokens))
         self._value_heads = greatest_divisor(shape.group, self._lanes // len(self._dims))
@@ -68,53 +55,20 @@ class _PromptKernel:
 
     def text(self) -> str:
         code, shape = self._code, self._shape
-        parts, runs = code.address("parts", Element.INT64), code.address("runs", Element.INT64)
-        with code.loop(
-            code.integer_argument("first_part"), code.integer_argument("end_part")
-        ) as number:
-            part = parts + number * PART_FIELDS
-            q_row, out_row, rows, first_run, end_run, unseen = (
-                (part + field).integer() for field in range(PART_FIELDS)
-            )
-            queries = code.address("q", Element.FP32) + q_row * self._cells
-            outs = code.address("out", Element.FP32) + out_row * self._cells
-            lses = code.address("lse", Element.FP32) + out_row * shape.heads
-            with code.loop(0, rows) as row:
-                self._begin(outs + row * self._cells, *self._state_of(row))
-            with code.loop(first_run, end_run) as run:
-                begin, end = (runs + run * 2).integer(), (runs + run * 2 + 1).integer()
-                with (
-                    code.loop(begin, end, BLOCK) as slot,
-                    code.loop(0, shape.kv_heads) as kv_head,
-                ):
-                    slots = (end - slot).least(BLOCK)
-                    self._copy(slot, slots, kv_head)
-                    # Rows that see none of the block are the first ones: they see fewest.
-                    with code.loop((slot - unseen + 1).most(0), rows) as row:
-                        seen = slots.least(unseen + row - slot)
-                        first = kv_head * shape.group
-                        query = queries + row * self._cells + first * shape.dim
-                        out = outs + row * self._cells + first * shape.dim
-                        maximum, total = (place + first for place in self._state_of(row))
-                        self._write_scores(query)
-                        self._weigh(out, maximum, total, seen)
-                        self._add_values(out, seen)
-            with code.loop(0, rows) as row:
-                self._end(outs + row * self._cells, lses + row * shape.heads, *self._state_of(row))
+        with (
+            each_part(code, shape, self._states) as part,
+            part.blocks() as (slot, slots),
+            code.loop(0, shape.kv_heads) as kv_head,
+        ):
+            self._copy(slot, slots, kv_head)
+            with part.rows_that_see(slot, slots) as (row, seen):
+                head = kv_head * shape.group
+                query, out = part.query(row) + head * shape.dim, part.out(row) + head * shape.dim
+                maxima, sums = (place + head for place in part.state(row))
+                self._write_scores(query)
+                self._weigh(out, maxima, sums, seen)
+                self._add_values(out, seen)
         return code.text()
-
-    def _state_of(self, row: Int) -> tuple[Address, Address]:
-        """Return where the maxima and the sums of a row's heads are."""
-        maxima = self._states + row * (2 * self._state)
-        return maxima, maxima + self._state
-
-    def _begin(self, out: Address, maxima: Address, sums: Address) -> None:
-        zero = self._code.fill(0.0)
-        with self._code.loop(0, self._cells, self._lanes) as cell:
-            (out + cell).store(zero)
-        for at in range(0, self._state, self._lanes):
-            (maxima + at).store(self._code.fill(-inf))
-            (sums + at).store(zero)
 
     def _copy(self, slot: Int, slots: Int, kv_head: Int) -> None:
         """Copy the keys and values of a block and KV head."""
@@ -212,18 +166,3 @@ class _PromptKernel:
                         total.set(weight.times_plus(values[d], total.get()))
             for cell, place in places.items():
                 place.store(sums[cell].get())
-
-    def _end(self, out: Address, lse: Address, maxima: Address, sums: Address) -> None:
-        """Divide the outputs of a row by the sums, and write its LSE."""
-        code, shape = self._code, self._shape
-        for at in range(0, self._state, self._lanes):
-            top, total = (maxima + at).vector(), (sums + at).vector()
-            own = range(min(self._lanes, shape.heads - at))
-            (lse + at).store((top + total.log2()) * code.fill(LN_2), own)
-            # A row without keys has outputs 0, and stays so.
-            (sums + at).store(code.fill(1.0) / total.where("==", 0.0, 1.0))
-        with code.loop(0, shape.heads) as head:
-            factor = (sums + head).spread()
-            for d in self._dims:
-                cell = out + head * shape.dim + d
-                cell.store(cell.vector() * factor)

@@ -55,7 +55,7 @@ class PlacedGang(GangPlan):
 
 
 class StartedGang(Protocol):
-    """What a server needs to know of a gang."""
+    """Facts about a gang that a server needs."""
 
     plan: GangPlan
     members: GangMembers

@@ -241,6 +241,21 @@ class StrategyRanks:
         with torch.inference_mode():
             self._hold_all(step, forwards)
 
+    def all_logits(self, step: PrefillStep, make: MakeStrategy) -> list[Tensor]:
+        """Run a step behind its history and free its KV; return the logits of all rows, by
+        tensor-parallel rank."""
+        self.hold_history(step, self.forwards(step))
+        try:
+            results = self.run(step, make)
+        finally:
+            for engine in self.engines:
+                for chunk in step.chunks:
+                    engine.pool.slots.free_sequence(chunk.sequence_id)
+        with torch.inference_mode():
+            found = [self.network.logits(result.x_td) for result in results]
+        tp = self.engines[0].layout.tp
+        return [torch.cat(found[rank::tp]) for rank in range(tp)]
+
     def _hold_all(self, step: PrefillStep, forwards: Sequence[Forward]) -> None:
         for chunk, forward in zip(step.chunks, forwards, strict=True):
             for share in chunk.history:

@@ -344,7 +344,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def closest(name: str, allowed: Iterable[str]) -> str:
-    """Return the same, but nothing if no name is alike."""
+    """Return what `nearest` does if an allowed name is alike, otherwise nothing."""
     # difflib is quadratic in the length of the name, which a client chooses.
     close = difflib.get_close_matches(name[:64], sorted(allowed), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -49,17 +49,7 @@ def step(strategy: str, layers: int) -> PrefillStep:
 
 def logits(ranks: StrategyRanks, strategy: str) -> Tensor:
     """Return the logits of all rows of a step."""
-    of_strategy = step(strategy, ranks.network.spec.layers)
-    ranks.hold_history(of_strategy, ranks.forwards(of_strategy))
-    try:
-        results = ranks.run(of_strategy, strategy_of)
-    finally:
-        for engine in ranks.engines:
-            for chunk in of_strategy.chunks:
-                engine.pool.slots.free_sequence(chunk.sequence_id)
-    with torch.inference_mode():
-        found = [ranks.network.logits(result.x_td) for result in results]
-    return torch.cat(found[:: ranks.engines[0].layout.tp])
+    return ranks.all_logits(step(strategy, ranks.network.spec.layers), strategy_of)[0]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -72,13 +72,7 @@ def step(strategy: str, members: int, layers: int) -> PrefillStep:
 def error(gang: Gang, step: PrefillStep) -> float:
     """Return the largest error of a logit on any rank, relative to transformers' largest one."""
     ranks = gang.ranks
-    ranks.hold_history(step, ranks.forwards(step))
-    try:
-        results = ranks.run(step, strategy_of)
-    finally:
-        for engine in ranks.engines:
-            for chunk in step.chunks:
-                engine.pool.slots.free_sequence(chunk.sequence_id)
+    whole = ranks.all_logits(step, strategy_of)
     prompts = [ranks.prompt(chunk.sequence_id, chunk.start + chunk.length) for chunk in step.chunks]
     expected = torch.cat(
         [
@@ -86,10 +80,6 @@ def error(gang: Gang, step: PrefillStep) -> float:
             for chunk, prompt in zip(step.chunks, prompts, strict=True)
         ]
     )
-    with torch.inference_mode():
-        found = [ranks.network.logits(result.x_td) for result in results]
-    tp = ranks.engines[0].layout.tp
-    whole = [torch.cat(found[rank::tp]) for rank in range(tp)]
     assert all(len(part) == len(expected) for part in whole)
     return max(float((part - expected).abs().max()) for part in whole) / float(expected.abs().max())
 

@@ -130,7 +130,7 @@ async def test_the_next_gang_answers_from_the_files_of_the_last(
 async def test_the_longest_run_tells_how_fast_the_disk_is(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To open a small file takes longer than to read it."""
+    """Opening a small file takes longer than reading it."""
     short = SavedRun(start=24, hashes=HASHES[3:], slices=within(PLACED, Span(24, 40)))
     async with thread_cell(tiny_llama, prefill=2, decode=1, kv_files=tmp_path) as cell:
         await compute(cell)

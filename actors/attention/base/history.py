@@ -74,11 +74,10 @@ class ResidentHistory:
         pool, slots = self._pool, self._slots_of(chunk)
         k_shd, v_shd = pool.layer(layer)
         if isinstance(slots, slice):
-            return pool.numbers(k_shd[slots]), pool.numbers(v_shd[slots])
-        return (
-            pool.numbers(k_shd.index_select(0, slots)),
-            pool.numbers(v_shd.index_select(0, slots)),
-        )
+            k_sgd, v_sgd = k_shd[slots], v_shd[slots]
+        else:
+            k_sgd, v_sgd = k_shd.index_select(0, slots), v_shd.index_select(0, slots)
+        return pool.numbers(k_sgd), pool.numbers(v_sgd)
 
     def _slots_of(self, chunk: PrefillChunk) -> slice | Tensor:
         """Return the slots of a chunk's history, the same in all layers."""

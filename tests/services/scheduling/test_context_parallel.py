@@ -188,7 +188,7 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
 @pytest.mark.parametrize("output", [16, 4000])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_long_conversation_has_few_slices_and_stays_even(n: int, output: int) -> None:
-    """Whether a client names the length of an answer or not."""
+    """The client may name the length of its answers, or leave it to the default."""
     new, answered, turns = 64, 16, 400
     slices, total = tuple[KvSlice, ...](), 0
     for _ in range(turns):
