@@ -208,8 +208,9 @@ class _Asker:
 
 
 def _ratio(csa: dict[str, Any]) -> float:
-    """Return the largest drop ratio of level 2."""
-    return max(max(group["drop_ratios"][0]) for group in csa["layer_groups"])
+    """Return the largest drop ratio of level 2; 0 if there is no such level."""
+    ratios = [group["drop_ratios"] for group in csa["layer_groups"]]
+    return max((max(of_levels[0]) for of_levels in ratios if of_levels), default=0.0)
 
 
 def _unpipelined(csa: dict[str, Any]) -> dict[str, Any]:

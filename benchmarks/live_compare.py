@@ -44,7 +44,6 @@ from csps.models.network.spec import read_spec
 
 MODEL = Path(__file__).parent.parent / "models" / "needle"
 NAME = "needle"
-PORT = 8123
 PROFILE_S = 1800.0
 MEDIAN_BOUND = 0.10
 BOUNDS = {50: MEDIAN_BOUND, 95: 0.20, 99: None}
@@ -120,6 +119,7 @@ def main() -> None:
         "requests": args.requests,
         "rate": args.rate,
         "calibration_rate": args.calibration_rate,
+        "calibration_requests": args.calibration_requests or args.requests,
         "seed": args.seed,
         "passes": args.passes,
         "front_ms": fronts,
@@ -145,13 +145,15 @@ def _compared(
         "scaling_information_base": str(sib),
     }
     _profile(settings, folder, sib, args)
-    known = _trace(args, args.calibration_rate, args.seed + 1)
-    held_out = _trace(args, args.rate, args.seed)
-    with deployed(settings, port=PORT):
-        _ask(_spaced([args.longest >> shift for shift in range(4)] * 2))
-        measured = _ask(known)
+    known = _trace(
+        args, args.calibration_rate, args.seed + 1, args.calibration_requests or args.requests
+    )
+    held_out = _trace(args, args.rate, args.seed, args.requests)
+    with deployed(settings, port=args.port):
+        _ask(args.port, _spaced([args.longest >> shift for shift in range(4)] * 2))
+        measured = _ask(args.port, known)
         table = _newest(log.with_name(f"{log.name}.tables"))
-        passes = [_ask(held_out) for _ in range(args.passes)]
+        passes = [_ask(args.port, held_out) for _ in range(args.passes)]
     learned = _simulated(server, table, known, front_ms=0.0)
     front_ms = max(0.0, float(np.median(measured.ttft) - np.median(learned.ttft)))
     found = _simulated(server, table, held_out, front_ms)
@@ -163,11 +165,9 @@ def _compared(
     return rows, round(front_ms, 2)
 
 
-def _trace(args: argparse.Namespace, rate: float, seed: int) -> FittedRequests:
+def _trace(args: argparse.Namespace, rate: float, seed: int, requests: int) -> FittedRequests:
     size = Size(longest_input=args.longest, longest_output=args.answer)
-    return generate(
-        workload("mixed"), args.requests, arrivals=Arrivals(rate=rate), seed=seed, size=size
-    )
+    return generate(workload("mixed"), requests, arrivals=Arrivals(rate=rate), seed=seed, size=size)
 
 
 def _spaced(lengths: Sequence[int]) -> FittedRequests:
@@ -181,9 +181,9 @@ def _spaced(lengths: Sequence[int]) -> FittedRequests:
     return FittedRequests(requests=tuple(requests), cut=0)
 
 
-def _ask(requests: FittedRequests) -> Times:
+def _ask(port: int, requests: FittedRequests) -> Times:
     """Send requests to the deployed server at their times."""
-    answers = uvloop.run(ask_all(PORT, requests.requests, model=NAME))
+    answers = uvloop.run(ask_all(port, requests.requests, model=NAME))
     return Times(
         [answer.ttft_s * 1e3 for answer in answers],
         [
@@ -230,7 +230,7 @@ def _cluster(server: Server, table: Path, front_ms: float) -> ClusterModel:
 
 def _profile(settings: dict[str, Any], folder: Path, sib: Path, args: argparse.Namespace) -> None:
     config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(serve_config(settings, PORT)))
+    config.write_text(yaml.safe_dump(serve_config(settings, args.port)))
     for what in ("steps", "ring"):
         command = [sys.executable, "-m", "csps.cli", "profile", what]
         command += ["--config", str(config), "--sib", str(sib)]
@@ -266,12 +266,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--rate", type=float, default=1.25, help="of the trace that is compared")
     parser.add_argument("--calibration-rate", type=float, default=0.8)
-    parser.add_argument("--requests", type=int, default=300, help="of either trace")
+    parser.add_argument("--requests", type=int, default=300, help="of the trace that is compared")
+    parser.add_argument(
+        "--calibration-requests", type=int, metavar="N", help="of the one before; default: as many"
+    )
     parser.add_argument("--passes", type=int, default=3, help="of the trace that is compared")
     parser.add_argument("--longest", type=int, default=8192, help="prompt of the workload")
     parser.add_argument("--answer", type=int, default=32, help="the longest")
     parser.add_argument("--seed", type=int, default=0, help="the trace before has the next one")
     parser.add_argument("--sib", type=Path, metavar="FOLDER", help="what was measured before")
+    parser.add_argument("--port", type=int, default=8123, help="of the servers")
     parser.add_argument("--quick", action="store_true", help="measure fewer points")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="measure for so long")
     return report.with_json_option(parser).parse_args()

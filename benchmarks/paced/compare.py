@@ -71,6 +71,10 @@ POLICY_OPTIONS = {
 
 `loongserve` is missing: the paced ranks of an elastic gang compute prompts in iterations only.
 """
+ELASTIC = ("chunked_prefill",)
+"""Policies on an elastic gang of as many instances: those of a pair would leave its prefill gang
+idle.
+"""
 
 
 def main() -> None:
@@ -105,7 +109,8 @@ def _compared(
     policy: str, instances: str, requests: FittedRequests
 ) -> tuple[list[dict[str, Any]], list[Answer], dict[str, Any]]:
     """Return a policy's rows, its live answers, and the statistics of the paced ranks."""
-    path, options = str(CLUSTERS / f"{instances}.yaml"), POLICY_OPTIONS[policy]
+    name = f"elastic-{instances}" if policy in ELASTIC else instances
+    path, options = str(CLUSTERS / f"{name}.yaml"), POLICY_OPTIONS[policy]
     model = load_cluster(path)
 
     def simulated_ms(cluster: ClusterModel) -> list[float]:
