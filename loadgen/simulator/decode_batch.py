@@ -166,14 +166,14 @@ class IterationCost:
             gap_ns: gap after the iteration.
         """
         by_master: dict[int, list[tuple[int, int]]] = {}
-        rows = Counter[int]()
+        rows: dict[int, int] = {}
         far = batch = 0
         for member, length in chunks:
             by_master.setdefault(member.master, []).append((length, member.computed))
             far += member.further_holders
         for member in decoding:
-            rows[member.master] += 1
-            far += member.further_holders
+            rows[member.master] = rows.get(member.master, 0) + 1
+            far += len(member.ranks) - 1 if member.ranks else 0
             batch += 1
         busiest, growth = self.busiest(rows), 0
         if by_master:

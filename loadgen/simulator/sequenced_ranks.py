@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, count, islice
 
 from csps.configurator.costs.latency import FRACTION_BITS
 from csps.loadgen.simulator.decode_batch import (
@@ -175,8 +176,7 @@ class SequencedRanks:
 
     def submit(self, task: SimulatedStep) -> None:
         """Queue a step whose slots are taken."""
-        # A move changes the batch, which concerns all its groups.
-        self._stop_runs(self._all if task.places else task.members)
+        self._stop_runs(task.members)
         self._steps += 1
         self._tasks[self._steps] = task
         for rank in task.members:
@@ -207,7 +207,7 @@ class SequencedRanks:
 
     def join(self, member: SimulatedMember) -> None:
         """Decode a sequence from one of the next grants on."""
-        self._stop_runs(self._all)
+        self._stop_runs(member.ranks or self._all)
         self._known[member.sequence] = member
         self._sequencer.join(BATCH, member.sequence, 0, OWNER, ranks=member.ranks)
         self._wake()
@@ -464,12 +464,11 @@ class SequencedRanks:
         )
 
     def _begin_run(self, run: _GrantRun) -> None:
-        iterations = min(member.tokens - len(member.ends) for member in run.batch_members)
-        end_ns, next_ns = run.jump.start_ns, run.jump.first
-        for _ in range(min(iterations, LONGEST_RUN)):
-            end_ns += next_ns >> FRACTION_BITS  # each iteration begins at a whole nanosecond
-            next_ns += run.jump.growth
-            run.ends.append(end_ns)
+        iterations = min([member.tokens - len(member.ends) for member in run.batch_members])
+        times = islice(count(run.jump.first, run.jump.growth), min(iterations, LONGEST_RUN))
+        # Each iteration begins at a whole nanosecond.
+        took_ns = [time >> FRACTION_BITS for time in times]
+        run.ends += list(accumulate(took_ns, initial=run.jump.start_ns))[1:]
         self._enter(run, run.grant.work.ranks)
 
     # --- runs ---

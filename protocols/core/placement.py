@@ -32,6 +32,8 @@ class Span:
     step: int = 1
 
     def __post_init__(self) -> None:
+        if self.step == 1 and 0 <= self.start < self.stop:  # the usual case
+            return
         if not 0 <= self.start <= self.stop or self.step < 1:
             raise ValueError(
                 f"span [{self.start}, {self.stop}) with step {self.step} is not a range of "
@@ -60,6 +62,10 @@ class Span:
         They solve two congruences, start + i·step = other.start + j·other.step. By the Chinese
         remainder theorem these leave one residue modulo the steps' least common multiple, or none.
         """
+        if self.start >= other.stop or other.start >= self.stop:
+            return Span(0, 0)
+        if self.step == other.step == 1:
+            return Span(max(self.start, other.start), min(self.stop, other.stop))
         common = gcd(self.step, other.step)
         apart = other.start - self.start
         if not self.length or not other.length or apart % common:

@@ -99,7 +99,8 @@ class DecodeGrant:
 
 def iterations_of(iteration_ns: int) -> int:
     """Return the iterations of a long grant; an iteration's time is 0 before the first one."""
-    return max(1, min(GRANT_ITERATIONS, GRANT_NS // iteration_ns)) if iteration_ns else 1
+    fit = GRANT_NS // iteration_ns if iteration_ns else 1
+    return fit or 1 if fit < GRANT_ITERATIONS else GRANT_ITERATIONS
 
 
 def averaged(before_ns: int, latest_ns: int) -> int:
@@ -117,7 +118,10 @@ class GrantGroup:
     @property
     def served(self) -> int:
         """Number of the newest grant on these ranks; 0 before the first."""
-        return max(self.batch.served[rank] for rank in self.ranks)
+        served = self.batch.served
+        if len(self.ranks) == 1:
+            return served[self.ranks[0]]
+        return max([served[rank] for rank in self.ranks])
 
     @property
     def grants(self) -> int:
@@ -125,11 +129,11 @@ class GrantGroup:
         outstanding = self.batch.outstanding
         if len(self.ranks) == 1:  # the usual case, and this is asked often
             return outstanding[self.ranks[0]]
-        return max(outstanding[rank] for rank in self.ranks)
+        return max([outstanding[rank] for rank in self.ranks])
 
     def long_grant(self) -> int:
         """Return the iterations of a grant for which no step waits."""
-        return iterations_of(max(self.batch.iteration_ns[rank] for rank in self.ranks))
+        return iterations_of(max([self.batch.iteration_ns[rank] for rank in self.ranks]))
 
 
 @dataclass(slots=True, eq=False)
@@ -237,16 +241,19 @@ class SequencedBatch:
         measured: list[int] = []
         while done + left <= len(ends):
             done += left
-            latest = max(1, (ends[done - 1] - began_ns) // iterations)
+            ended_ns = ends[done - 1]
+            latest = (ended_ns - began_ns) // iterations or 1
             measured.append(latest)
             slowest_ns = averaged(slowest_ns, latest)  # stays the largest average
-            began_ns = ends[done - 1]
-            iterations = left = more
+            began_ns, iterations, left = ended_ns, more, more
             more = iterations_of(slowest_ns)
             granted += more
         current.iterations, following.iterations = iterations, more
-        for rank in current.ranks:
-            self.iteration_ns[rank] = reduce(averaged, measured, self.iteration_ns[rank])
+        if len(current.ranks) == 1:
+            self.iteration_ns[current.ranks[0]] = slowest_ns
+        else:
+            for rank in current.ranks:
+                self.iteration_ns[rank] = reduce(averaged, measured, self.iteration_ns[rank])
         self._count_piggybacked(self.group_of[current.ranks[0]], granted)
         return began_ns, left - (len(ends) - done)
 
@@ -304,9 +311,9 @@ class SequencedBatches:
         """All groups of all batches."""
         return (group for batch in self._all.values() for group in batch.groups)
 
-    def groups_on(self, rank: int) -> Iterator[GrantGroup]:
-        """Yield the groups that have a rank, at most one of each batch."""
-        return (batch.group_of[rank] for batch in self._on[rank] if rank in batch.group_of)
+    def groups_on(self, rank: int) -> list[GrantGroup]:
+        """Return the groups that have a rank, at most one of each batch."""
+        return [batch.group_of[rank] for batch in self._on[rank] if rank in batch.group_of]
 
     def join(
         self,

@@ -85,11 +85,11 @@ class RunOrder:
         if outstanding and outstanding >= self._most_outstanding(step):
             return False
         # Each batch on the step's ranks must have had a grant since the last quantum of any step.
-        return all(
-            self._ran[rank] < group.batch.served[rank]
-            for rank in step.task.ranks
-            for group in self._batches.groups_on(rank)
-        )
+        for rank in step.task.ranks:
+            for group in self._batches.groups_on(rank):
+                if self._ran[rank] >= group.batch.served[rank]:
+                    return False
+        return True
 
     def _can_continue(self, step: SequencedStep) -> bool:
         return not step.ending and not self._steps.interrupted(step)
@@ -98,27 +98,29 @@ class RunOrder:
         """Return how many quanta of a step may be outstanding."""
         # Two if nothing else can have its ranks before it finishes: the ranks then need not idle
         # while a report travels to rank 0.
-        beside = any(True for rank in step.task.ranks for _ in self._batches.groups_on(rank))
-        return 1 if beside or self._steps.interruptible(step) else MOST_QUANTA
+        for rank in step.task.ranks:
+            if self._batches.groups_on(rank):
+                return 1
+        return 1 if self._steps.interruptible(step) else MOST_QUANTA
 
     def _grant_length(self, group: GrantGroup) -> int:
         """Return the iterations of the grant that a group may have now; 0 if it may have none."""
-        grants = group.grants
         if self._alone(group):
             return group.long_grant()
         # A step that could not run while its report was awaited is next, as long as the group has
         # iterations to compute in the meantime.
-        if grants and any(self._is_due(rank, group) for rank in group.ranks):
-            return 0
+        if group.grants:
+            for rank in group.ranks:
+                if self._is_due(rank, group):
+                    return 0
         return 1
 
     def _alone(self, group: GrantGroup) -> bool:
         """Return True if no step, and no group of another batch, wants any of a group's ranks."""
-        return not any(
-            self._steps.wanted[rank]
-            or any(other is not group for other in self._batches.groups_on(rank))
-            for rank in group.ranks
-        )
+        for rank in group.ranks:
+            if self._steps.wanted[rank] or self._batches.groups_on(rank) != [group]:
+                return False
+        return True
 
     def _is_due(self, rank: int, group: GrantGroup) -> bool:
         """Return True if a step on a rank could continue, with no quantum since a batch's grant."""

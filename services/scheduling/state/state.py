@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -127,8 +128,12 @@ class Gang(Live, kw_only=True, eq=False):
     """KV slots of the instance that has most."""
     capacity: int = 0
     """KV slots of all instances."""
+    by_order: tuple[int, ...] = ()
+    """Indices of the instances in the order of their locations."""
+    servers: tuple[int, ...] = ()
+    """Number of instances of each server, in this order."""
     slots_by_order: tuple[int, ...] = ()
-    """KV slots of the instances in the order of their locations."""
+    """KV slots of the instances in this order."""
     mastered: int = 0
     """Sequences that its instances sample."""
     iteration_ns: int = 0
@@ -450,6 +455,9 @@ def new_gang(event: GangUp, now_ns: int) -> Gang:
         )
         for index, instance in enumerate(event.instances)
     )
+    gang.by_order = tuple(order)
+    by_server = groupby(order, key=lambda index: places[index].server_id)
+    gang.servers = tuple([len(list(indices)) for _, indices in by_server])
     gang.slots_by_order = tuple(event.instances[index].kv_slots for index in order)
     gang.capacity = sum(gang.slots_by_order)
     gang.largest = max(gang.slots_by_order, default=0)

@@ -259,8 +259,9 @@ def plain(
     best_kn[0, 0] = 0.0
     split_knz = np.zeros((m + 1, n + 1, 2), dtype=np.int64)
     columns_n = np.arange(n + 1)
+    open_begins = [0]  # the other ones leave no request for the instances behind them
     for k in range(1, m + 1):
-        for begin in range(k):
+        for begin in open_begins:
             tried_ji = best_kn[begin][:, None] + table.of_instances(begin, k)
             firsts_i = np.argmin(tried_ji, axis=0)
             least_i = tried_ji[firsts_i, columns_n]
@@ -268,6 +269,8 @@ def plain(
             best_kn[k, better_i] = least_i[better_i]
             split_knz[k, better_i, 0] = firsts_i[better_i]
             split_knz[k, better_i, 1] = begin
+        if np.isfinite(best_kn[k, :n]).any():
+            open_begins.append(k)
     ends_k = best_kn[1:, n]
     if not np.isfinite(ends_k).any():
         return None

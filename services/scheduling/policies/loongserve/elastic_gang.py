@@ -28,7 +28,7 @@ from csps.services.scheduling.deciding.decisions import (
     StartPlan,
     WakeAt,
 )
-from csps.services.scheduling.events.events import InstanceId
+from csps.services.scheduling.events.events import InstanceId, SequenceId
 from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveCosts
 from csps.services.scheduling.policies.loongserve.batching import Dispatcher
 from csps.services.scheduling.policies.loongserve.inputs import (
@@ -54,31 +54,35 @@ class ElasticGang:
 
     def __init__(self, gang: Gang, view: SchedulerView, options: LoongServeOptions) -> None:
         self._gang, self._view, self._options = gang, view, options
-        self._sequences: dict[InstanceId, list[Sequence]] = {
-            instance.id: [] for instance in gang.instances
-        }
         self._orders = {instance.id: n for n, instance in enumerate(gang.instances)}
         self._instances_of = {
             sequence.id: instances_of(sequence) for sequence in gang.decoding.values()
         }
-        joined = [sequence for sequence in gang.decoding.values() if sequence.joined_ns is not None]
-        groups: list[tuple[set[InstanceId], list[Sequence]]] = []
-        for sequence in gang.decoding.values():
-            self._sequences[sequence.master_id].append(sequence)
-        for sequence in joined:
-            instances, sequences = self._instances_of[sequence.id], [sequence]
-            disjoint = []
-            for members, others in groups:
-                if members.isdisjoint(instances):
-                    disjoint.append((members, others))
-                else:
-                    instances, sequences = instances | members, [*others, *sequences]
-            groups = [*disjoint, (instances, sequences)]
-        self._groups = groups
+        self._groups = self._grouped()
         self.unused = {instance.id: instance.free_slots for instance in gang.instances}
         """Slots that are not reserved, those of this round included."""
         self.model = PrefillModel(self._eq7, options.tipping_tokens)
         self._moving = MoveCosts(gang, view.cost, self.generated_tokens, self._usual_ns)
+
+    def _grouped(self) -> list[tuple[set[InstanceId], list[Sequence]]]:
+        """Return the instances and sequences of each decode group."""
+        # The group that got a sequence last is last.
+        groups: dict[SequenceId, tuple[set[InstanceId], list[Sequence]]] = {}
+        group_of: dict[InstanceId, SequenceId] = {}
+        for sequence in self._gang.decoding.values():
+            if sequence.joined_ns is None:
+                continue
+            needed = self._instances_of[sequence.id]
+            shared = {group_of[instance] for instance in needed if instance in group_of}
+            members, sequences, first = set(needed), [sequence], sequence.id
+            for key in shared if len(shared) < 2 else [key for key in groups if key in shared]:
+                others_members, others = groups.pop(key)
+                members |= others_members
+                sequences = [*others, *sequences]
+                first = key
+            groups[first] = members, sequences
+            group_of.update(dict.fromkeys(members, first))
+        return list(groups.values())
 
     def _eq7(self, dop: int) -> Eq7:
         alpha, beta, _, gamma = self._in_ns(dop)
@@ -114,7 +118,10 @@ class ElasticGang:
     @property
     def mastered(self) -> dict[InstanceId, int]:
         """Number of sequences that each instance samples, or will sample."""
-        return {instance: len(sequences) for instance, sequences in self._sequences.items()}
+        mastered = dict.fromkeys(self._orders, 0)
+        for sequence in self._gang.decoding.values():
+            mastered[sequence.master_id] += 1
+        return mastered
 
     def elastic(self, instances: Iterable[InstanceId]) -> tuple[Elastic, ...]:
         """Return instances as the four steps see them."""
@@ -144,7 +151,7 @@ class ElasticGang:
         if not sequences:
             return self._view.now_ns
         stepped_ns = max(instance.stepped_ns for instance in chosen)
-        iteration_ns = self._batch_ns(len(chosen), sequences)
+        iteration_ns = self.iteration_ns(len(chosen), len(sequences), _context(sequences))
         return stepped_ns + self._options.decode_iterations * iteration_ns
 
     @cached_property
@@ -212,37 +219,53 @@ class ElasticGang:
             for batch in disjoint
         ]
 
-    def batches(self) -> list[tuple[DecodeGroup, int]]:
-        """Return the decode groups that do not prefill, and when they may be preempted."""
-        busy = self.busy
+    def batches(self, *, small: bool) -> tuple[list[DecodeGroup], list[int]]:
+        """Return the decode groups that may be preempted now, and when others may that do not
+        prefill.
+
+        Args:
+            small: whether groups count that are too small to regroup, which is most of them.
+        """
+        busy, most = self.busy, self.most_sequences
         stepped = {instance.id: instance.stepped_ns for instance in self._gang.instances}
-        batches = []
+        ready, later_ns = [], []
         for members, sequences in self._groups:
             if not busy.isdisjoint(members):
                 continue
-            iteration_ns = self._batch_ns(len(members), sequences)
-            since_ns = max(stepped[member] for member in members)
+            context = _context(sequences)
+            iteration_ns = self.iteration_ns(len(members), len(sequences), context)
+            since_ns = max([stepped[member] for member in members])
             ready_ns = since_ns + self._options.decode_iterations * iteration_ns
-            batches.append((self._batch(members, sequences), ready_ns))
-        return batches
+            if ready_ns > self._view.now_ns:
+                later_ns.append(ready_ns)
+            elif small or len(members) > 1 or len(sequences) > most:
+                ready.append(self._batch(members, sequences, context, iteration_ns))
+        return ready, later_ns
 
     @property
     def groups(self) -> list[DecodeGroup]:
         """All decode groups, including those whose instances prefill."""
-        return [self._batch(members, sequences) for members, sequences in self._groups]
+        groups = []
+        for members, sequences in self._groups:
+            context = _context(sequences)
+            iteration_ns = self.iteration_ns(len(members), len(sequences), context)
+            groups.append(self._batch(members, sequences, context, iteration_ns))
+        return groups
 
     def sequences_of(self, batch: DecodeGroup) -> list[Sequence]:
         """Return the sequences of a decode group."""
         (first, *_) = batch.instances
         return next(sequences for members, sequences in self._groups if first.id in members)
 
-    def _batch(self, members: set[InstanceId], sequences: Many[Sequence]) -> DecodeGroup:
-        iteration_ns = self._batch_ns(len(members), sequences)
-        requests = tuple(self._decoding(sequence, iteration_ns) for sequence in sequences)
-        return DecodeGroup(self.elastic(sorted(members)), requests, _context(sequences))
-
-    def _batch_ns(self, dop: int, sequences: Many[Sequence]) -> int:
-        return self.iteration_ns(dop, len(sequences), _context(sequences))
+    def _batch(
+        self,
+        members: set[InstanceId],
+        sequences: Many[Sequence],
+        context: int,
+        iteration_ns: int,
+    ) -> DecodeGroup:
+        requests = tuple([self._decoding(sequence, iteration_ns) for sequence in sequences])
+        return DecodeGroup(self.elastic(members), requests, context)
 
     def _decoding(self, sequence: Sequence, iteration_ns: int) -> Decoding:
         # Only the router knows the exact number of tokens; the time since the start estimates it.
@@ -271,7 +294,7 @@ def instances_of(sequence: Sequence) -> set[InstanceId]:
 
 
 def _context(sequences: Many[Sequence]) -> int:
-    return sum(kv_slice.tokens for sequence in sequences for kv_slice in sequence.slices)
+    return sum([kv_slice.tokens for sequence in sequences for kv_slice in sequence.slices])
 
 
 class PrefixReuse:

@@ -145,8 +145,9 @@ class _Round:
             yield from self._static(dop)
             return
         started = len(self._started)
-        batches = self._batches()
-        if next(self._pending(), None) is not None:
+        waits = next(self._pending(), None) is not None
+        batches = self._batches(small=waits)
+        if waits:
             yield from self._starts(self._gang.idle, batches)
         if len(self._started) > started:
             yield from self._bypassed()
@@ -224,14 +225,10 @@ class _Round:
 
     # --- §5.1 ---
 
-    def _batches(self) -> list[DecodeGroup]:
+    def _batches(self, *, small: bool) -> list[DecodeGroup]:
         """Return the decode groups that may be preempted now."""
-        ready = []
-        for batch, from_ns in self._gang.batches():
-            if from_ns <= self._view.now_ns:
-                ready.append(batch)
-            else:
-                self._wakes.append(from_ns)
+        ready, later_ns = self._gang.batches(small=small)
+        self._wakes += later_ns
         return ready
 
     def _pending(self) -> Iterator[PendingPrompt]:
@@ -277,8 +274,13 @@ class _Round:
 
     def _regrouped(self, batches: Many[DecodeGroup]) -> Iterator[MovePlan]:
         """Shrink groups that are faster on fewer instances, and give others more masters."""
-        movable = {instance.id for instance in self._gang.movable}
-        for batch in batches:
+        # What one instance decodes, as its only master, is the usual case.
+        most = self._gang.most_sequences
+        large = [
+            batch for batch in batches if len(batch.instances) > 1 or len(batch.requests) > most
+        ]
+        movable = {instance.id for instance in self._gang.movable} if large else set()
+        for batch in large:
             sequences = self._gang.sequences_of(batch)
             if any(instance.id in self._taken for instance in batch.instances):
                 continue
@@ -288,7 +290,7 @@ class _Round:
             migration = self._regrouping.shrink(batch._replace(instances=now), movable)
             if migration is not None:
                 yield from self._moves([migration])
-            elif len(sequences) > self._gang.most_sequences:
+            elif len(sequences) > most:
                 yield from self._masters(batch, sequences)
 
     def _masters(self, batch: DecodeGroup, sequences: Many[Sequence]) -> Iterator[MovePlan]:

@@ -136,7 +136,7 @@ class PrefillOverlay:
             )
             for instance in gang.instances
         ]
-        self.idle = sum(not candidate.low_priority_steps for candidate in self.candidates)
+        self.idle = [candidate.low_priority_steps for candidate in self.candidates].count(0)
         """Number of instances without a low-priority step."""
 
     def shape(self, group: list[Candidate]) -> GroupShape:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -138,15 +137,15 @@ class _Pair:
         self._gang, self._decoding = pair.prefill.id, pair.decode.id
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns)
         self._decode = DecodeOverlay(pair.decode, decode, view.cost, shared=view.shared)
-        self._candidates = sorted(self._prefill.candidates, key=lambda candidate: candidate.order)
+        candidates = self._prefill.candidates
+        self._candidates = [candidates[index] for index in pair.prefill.by_order]
         """Instances server by server, in the order of `Cdsp`."""
-        by_server = groupby(self._candidates, key=lambda candidate: candidate.place.server_id)
-        self._servers = tuple([sum(1 for _ in candidates) for _, candidates in by_server])
+        self._servers = pair.prefill.servers
 
     def fits(self, request: Request) -> bool:
         """Return True if all instances together have slots for a request."""
         prompt, output = request.prompt_tokens, request.output_tokens
-        free = sum(candidate.free for candidate in self._candidates)
+        free = sum([candidate.free for candidate in self._candidates])
         return prompt <= free and self._decode.has_room(prompt, output, modest=request.modest)
 
     def plans_at_ns(self) -> int:
