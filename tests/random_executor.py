@@ -86,6 +86,8 @@ class SentSequence:
     """A sequence as the ranks know it."""
 
     reserve: cmd.Reserve
+    front: bool = False
+    """Only the beginning of its request's prompt, of which no token comes."""
     prefill: int = 0
     steps: list[int] = field(default_factory=list)
     computed: int = 0
@@ -365,7 +367,8 @@ class RandomCell:
             sequence = self.sequences[chunk.sequence_id]
             sequence.steps.remove(step.step_id)
             sequence.computed += chunk.length
-            if sequence.computed == sequence.reserve.message.prompt_tokens and not sequence.silent:
+            whole = sequence.computed == sequence.reserve.message.prompt_tokens
+            if whole and not (sequence.silent or sequence.front):
                 self._first_token(chunk.sequence_id)
 
     def _first_token(self, number: int) -> None:
@@ -454,7 +457,7 @@ class RandomCell:
         generated_tokens = tuple(
             (number, self.requests[sequence.reserve.request_id].generated)
             for number, sequence in self.sequences.items()
-            if not sequence.silent
+            if not (sequence.silent or sequence.front)
         )
         self._pending += [
             ev.Progress(generated_tokens=generated_tokens),
@@ -495,10 +498,11 @@ class RandomCell:
                 sequence.unfreed.remove(instance)
                 sequence.freed_in = self.turns
                 self._pending.append(ev.Freed(sequence_id=number, instance=instance))
+        generated = self.requests[sequence.reserve.request_id].generated
         self._pending.append(
             ev.Failed(
                 sequence_id=number,
-                generated_tokens=self.requests[sequence.reserve.request_id].generated,
+                generated_tokens=0 if sequence.front else generated,
                 error=ev.WireError("TransferError", "bad"),
                 retryable=self.random.random() < 0.7,
             )

@@ -95,14 +95,22 @@ class Cell:
             )
         )
 
-    def submit_tokens(self, tokens: Sequence[int], max_tokens: int, block: int) -> RequestHandle:
-        """Submit a prompt whose KV may be cached in blocks."""
-        prompt, prefix = np.array(tokens, np.int32), PrefixKey(b"owner", block)
+    def submit_tokens(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        block: int,
+        *,
+        owner: bytes = b"owner",
+        logprobs: int | None = None,
+    ) -> RequestHandle:
+        """Submit a prompt whose KV may be cached in blocks, for requests of the same owner."""
+        prompt, prefix = np.array(tokens, np.int32), PrefixKey(owner, block)
         return self.service.submit(
             RequestSpec(
                 client_request_id="r",
                 prompt=prompt,
-                sampling=Sampling(temperature=0.0, max_tokens=max_tokens),
+                sampling=Sampling(temperature=0.0, max_tokens=max_tokens, logprobs=logprobs),
                 prefix=prefix,
                 hashes=prefix.hashes(prompt),
             )

@@ -263,7 +263,9 @@ class RequestHandle:
         """Prompt tokens that are computed or were cached, as far as it is known; never fewer than
         before, although another attempt computes them again."""
         self.cached_tokens = 0
-        """Prompt tokens that the last attempt found in the prefix cache."""
+        """Prompt tokens that the last attempt found in the prefix cache, without its front's."""
+        self.front_tokens = 0
+        """Prompt tokens that were computed while files of the rest were read."""
         self.prompt_logprobs: KnownPromptLogprobs | None = None
         """Log-probabilities of the prompt's tokens, if they are wanted; complete before the first
         token."""

@@ -57,6 +57,8 @@ def _prefill(handle: RequestHandle) -> Iterator[str]:
     tokens = int(handle.spec.prompt.size)
     cached = handle.cached_tokens
     reused = f", {cached} of them from the prefix cache" if cached else ""
+    if handle.front_tokens:
+        reused += f", {handle.front_tokens} of them while the KV of others was read from files"
     way = _STRATEGIES.get(plan.strategy, plan.strategy)
     where = _instances(placement.group)
     took = "" if timings.prefill_s is None else f" in {_time(timings.prefill_s)}"

@@ -384,7 +384,7 @@ class StepLauncher:
         strict = [
             sequence
             for sequence in sequences
-            if sequence.handle.spec.refuse_unmet and not sequence.over
+            if sequence.handle.spec.refuse_unmet and not (sequence.over or sequence.front)
         ]
         if not strict:
             return
@@ -433,6 +433,8 @@ class StepLauncher:
         self._steps.launched(command, gang, sequences, bucket.shape)
         for chunk, sequence in zip(step.chunks, sequences, strict=True):
             handle = sequence.handle
+            if sequence.front:
+                continue
             if chunk.start == sequence.command.cached:
                 handle.placement = _attempt_placement(step, sequence)
                 why = self._costs.why(bucket, step.strategy)

@@ -168,13 +168,18 @@ class LiveRequests:
         handle = self._live.get(command.request_id)
         assert handle is not None, f"Reserve for the finished request_id {command.request_id}"
         known = handle.spec.prompt.size + handle.generated_tokens.size
-        assert command.message.prompt_tokens == known, (
+        assert command.message.prompt_tokens <= known, (
             f"Reserve for {command.message.prompt_tokens} tokens of a request with {known}"
         )
         sequence = live_sequence(command, handle, decode)
         assert sequence.id not in self.sequences, f"sequence_id {sequence.id} was used before"
         self.sequences[sequence.id] = sequence
-        handle.sequence_id, handle.cached_tokens = sequence.id, command.cached
+        if sequence.front:
+            handle.front_tokens = command.message.prompt_tokens - command.cached
+            return sequence
+        handle.sequence_id = sequence.id
+        handle.front_tokens = min(handle.front_tokens, command.cached)  # it may have been lost
+        handle.cached_tokens = command.cached - handle.front_tokens
         handle.placed()
         self._queue.starts(handle)
         return sequence

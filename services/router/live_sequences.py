@@ -56,6 +56,8 @@ class LiveSequence:
     cancel_when_reserved: bool = False
     """The decode ranks are told to cancel once all of them answered the reservation."""
     packed_sampler: bytes = b""
+    front: bool = False
+    """It is the beginning of its request's prompt alone, which waits for the rest."""
     over: bool = False
     """The sequence no longer serves its request; late tokens are dropped."""
     last_token: int = -1
@@ -121,6 +123,7 @@ def live_sequence(command: Reserve, handle: RequestHandle, decode: GangClient) -
         decode=decode,
         pending_kv=PendingRanks(decode, receiving),
         pending_free=PendingRanks(decode, decode_slots(reserved, reserved.output_tokens)),
+        front=reserved.prompt_tokens < handle.spec.prompt.size,
         first_index=handle.timings.tokens,
         next_index=handle.timings.tokens,
     )

@@ -24,6 +24,7 @@ from csps.services.requests.request_handle import ElasticEvent
 from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events.limits import ReuseSettings
 from csps.services.scheduling.policies.registry import make_policy
+from csps.services.scheduling.state import saved_runs
 from csps.services.telemetry.observer import NullObserver
 
 
@@ -265,6 +266,52 @@ async def test_the_kv_of_a_killed_prefill_rank_comes_back_from_files(
         later = cell.submit_tokens(third, 6, block)
         assert await answer(later) == reference_tokens(tiny_llama, third, 6)
         assert later.cached_tokens == len(second) // block * block
+        cell.service.check_integrity()
+
+
+async def test_a_front_is_computed_while_the_rest_comes_from_files(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading is predicted to take as long as computing, so that each does its half."""
+    block, token_ns = 32, 10**8
+    text = np.random.default_rng(6).integers(0, 256, 1_100).tolist()
+    whole = len(text) // block * block
+    reuse = ReuseSettings(enabled=True, block_tokens=block, files_bytes=1 << 30)
+    monkeypatch.setattr(saved_runs, "RUN_BLOCKS", 2)
+    async with real_cell(
+        tiny_llama,
+        "context_parallel",
+        mortal="prefill",
+        reuse=reuse,
+        kv_files=tmp_path,
+        latencies=Unmeasured(token_ns=token_ns),
+    ) as cell:
+        assert await answer(cell.submit_tokens(text, 6, block)) == reference_tokens(
+            tiny_llama, text, 6
+        )
+        prefix = cell.service._scheduler._prefix
+        await eventually(lambda: sum(map(len, prefix.saved.values())) == whole // block)
+        cell.gangs["prefill"].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        (bytes_of_token,) = {gang.kv_bytes_per_token for gang in prefix._gangs.by_id.values()}
+        speed = property(lambda _saved: bytes_of_token * 10**9 // token_ns)
+        monkeypatch.setattr(saved_runs.SavedRuns, "bytes_per_s", speed)
+        following = [*text, *text[:50]]
+        waiting = cell.submit_tokens(following, 6, block, logprobs=0)
+        await cell.start_gang("prefill")
+        cell.publish()
+        tokens = [token async for token in waiting]
+        assert [token.token for token in tokens] == reference_tokens(tiny_llama, following, 6)
+        computed = cell.submit_tokens(following, 6, block, owner=b"nobody", logprobs=0)
+        assert [token.logprob async for token in computed] == pytest.approx(
+            [token.logprob for token in tokens], abs=1e-6
+        )
+        assert (computed.cached_tokens, computed.front_tokens) == (0, 0)
+        assert 0.3 * whole < waiting.front_tokens < 0.7 * whole
+        assert waiting.cached_tokens == whole - waiting.front_tokens
+        again = cell.submit_tokens(following, 6, block)
+        assert await answer(again) == reference_tokens(tiny_llama, following, 6)
+        assert (again.cached_tokens, again.front_tokens) == (len(following) // block * block, 0)
         cell.service.check_integrity()
 
 

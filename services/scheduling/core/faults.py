@@ -49,6 +49,8 @@ class Retries:
         """
         request = sequence.request
         self._sequences.close(sequence)
+        if request.front:
+            return  # its request waits anyway
         request.sequence = None
         if request.output_tokens <= 0:
             self._requests.end(request)  # all of its tokens were delivered

@@ -127,7 +127,7 @@ def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> 
             assert sequence.request.sequence is sequence, (
                 f"request of sequence {sequence.id} has another one"
             )
-            assert sequence.request.id in requests.live, (
+            assert sequence.request.front or sequence.request.id in requests.live, (
                 f"request of sequence {sequence.id} is over"
             )
             assert gangs.lives(sequence.decode), f"sequence {sequence.id} on a dead gang"

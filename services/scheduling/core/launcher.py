@@ -66,7 +66,12 @@ class Launcher:
     def apply(self, decisions: Many[Decision]) -> None:
         """Carry out all decisions of a round, after all were found to be sound."""
         plans = [decision for decision in decisions if type(decision) is StartPlan]
-        piggybacks = [decision for decision in decisions if type(decision) is PiggybackPlan]
+        piggybacks = [
+            decision
+            for decision in decisions
+            if type(decision) is PiggybackPlan
+            and not self._requests.give_up_front(decision.placement.request_id)
+        ]
         checks = PlanChecks(self._gangs, self._requests, self._prefix)
         moves = [decision for decision in decisions if type(decision) is MovePlan]
         moving = checks.check_moves(
@@ -133,7 +138,7 @@ class Launcher:
         return True
 
     def _ref(self, reused: Reused, gang: Gang) -> PrefixRefs:
-        live, ref = self._requests.live, self._prefix.ref
+        live, ref = self._requests.startable, self._prefix.ref
         return {
             request_id: ref(live[request_id], gang, cached.tokens)
             for request_id, cached in reused.items()
@@ -145,7 +150,7 @@ class Launcher:
         plan, pair, reused = checked.plan, checked.pair, checked.reused
         sequences: dict[RequestId, Sequence] = {}
         for placement, needed in zip(plan.decode, checked.decode, strict=True):
-            request = self._requests.live[placement.request_id]
+            request = self._requests.startable[placement.request_id]
             cached = reused[request.id].tokens if request.id in reused else 0
             if request.output_tokens == 1 and not pair.in_place:
                 # An only token is sampled by the step: nothing is decoded and no KV transferred.
@@ -154,7 +159,10 @@ class Launcher:
             sequence = self._sequences.start(
                 request, pair, placement, needed, prefill_ref, cached, decode_ref
             )
-            self._requests.take(request, sequence)
+            if request.front:
+                self._requests.take_front(request, sequence)
+            else:
+                self._requests.take(request, sequence)
             sequences[request.id] = sequence
             self._reserve(sequence)
         retaining = {
@@ -313,9 +321,10 @@ def _chunk(sequence: Sequence, planned: PlannedChunk, history: tuple[KvSlice, ..
     """Return a chunk as ranks get it.
 
     A sequence without slices decodes nothing, so no KV is sent; but KV without a destination would
-    be retained where it was computed.
+    be retained where it was computed. That of a front is.
     """
     request = sequence.request
+    nowhere = () if request.front else (KvSlice(sequence.master.id, 0, request.prompt_tokens),)
     return PrefillChunk(
         sequence_id=sequence.id,
         start=planned.start,
@@ -323,10 +332,10 @@ def _chunk(sequence: Sequence, planned: PlannedChunk, history: tuple[KvSlice, ..
         rows=planned.rows,
         history=history,
         placement=planned.placement,
-        destinations=sequence.slices or (KvSlice(sequence.master.id, 0, request.prompt_tokens),),
+        destinations=sequence.slices or nowhere,
         near_to=sequence.master.id if sequence.decode.window and sequence.slices else None,
         retain=bool(sequence.retained_slices),
-        last=planned.start + planned.length == request.prompt_tokens,
+        last=planned.start + planned.length == request.prompt_tokens and not request.front,
         decoded=request.output_tokens > 1,
         first_index=sequence.generated_before,
     )

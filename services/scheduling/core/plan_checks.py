@@ -48,7 +48,7 @@ from csps.services.scheduling.state.ledger import coming_slots, decode_slots, wi
 from csps.services.scheduling.state.prefix_cache import PrefixCache
 from csps.services.scheduling.state.state import Cached, Gang, GangPair, Request, Sequence
 
-Live = dict[RequestId, Request]
+Live = Mapping[RequestId, Request]
 Reused = dict[RequestId, Cached]
 """Reused prefixes by request, without requests that compute all of their prompts."""
 
@@ -271,8 +271,8 @@ class PlanChecks:
 
     def _check_plan(self, plan: StartPlan) -> CheckedPlan:
         pair = self._pair(plan)
-        reused = reused_by_plan(plan, pair, self._requests.live, self._prefix)
-        decode_reused = decode_reused_by_plan(plan, pair, self._requests.live, self._prefix)
+        reused = reused_by_plan(plan, pair, self._requests.startable, self._prefix)
+        decode_reused = decode_reused_by_plan(plan, pair, self._requests.startable, self._prefix)
         self._count_reused(reused)
         self._count_reused(decode_reused)
         begun = {request: cached.slices for request, cached in reused.items()}
@@ -360,7 +360,7 @@ class PlanChecks:
         assert piggyback.budget > 0, "a piggyback budget must be positive"
         assert not pairs[0].decode.window, "a gang without the KV before a prompt's end"
         request = self._waiting(piggyback.placement.request_id)
-        reused = reused_by_piggyback(piggyback, self._requests.live, self._prefix)
+        reused = reused_by_piggyback(piggyback, self._requests.startable, self._prefix)
         self._count_reused(reused)
         widest = max(pairs, key=attrgetter("max_positions"))
         lengths = {request.id: request.prompt_tokens}
@@ -396,7 +396,7 @@ class PlanChecks:
         return slots
 
     def _waiting(self, request: RequestId) -> Request:
-        found = self._requests.live.get(request)
+        found = self._requests.startable.get(request)
         assert found is not None, f"request {request} is over"
         assert found.waiting or request in self._replanned, f"request {request} has started already"
         return found

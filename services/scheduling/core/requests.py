@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+
+import msgspec
 
 from csps.protocols.core.errors import (
     ContextLengthExceeded,
@@ -201,6 +203,11 @@ class Requests:
         self.queue = Queue(promises)
         self.recent = RecentTokens(this_round)
         self.live: dict[RequestId, Request] = {}
+        self.fronts: dict[RequestId, Request] = {}
+        """Beginnings of prompts that wait to be computed while files of the rest are read, by
+        request."""
+        self.startable = ChainMap(self.fronts, self.live)
+        """What a policy plans under a request's id: its front, as long as that waits."""
 
     @property
     def rate_30s(self) -> int:
@@ -294,6 +301,36 @@ class Requests:
         request.blocked_ns = None
         self._blocked.pop(request.id, None)
 
+    def begin_front(self, request: Request, tokens: int, block_tokens: int) -> Request | None:
+        """Let the first tokens of a waiting request be computed, in its place in the queue; None if
+        so short a prompt would wait elsewhere.
+
+        Args:
+            tokens: whole blocks of `block_tokens`.
+        """
+        if self._policy.priority(tokens, self._gangs.pairs) != request.priority:
+            return None
+        front = msgspec.structs.replace(
+            request,
+            prompt_tokens=tokens,
+            output_tokens=1,
+            hashes=request.hashes[: tokens // block_tokens],
+            cached_by_gang={},
+            front=True,
+        )
+        self.fronts[request.id] = front
+        return front
+
+    def give_up_front(self, request_id: RequestId) -> bool:
+        """Drop a front that has not started; return whether there was one. Iterations compute none:
+        they would sample its end."""
+        return self.fronts.pop(request_id, None) is not None
+
+    def take_front(self, front: Request, sequence: Sequence) -> None:
+        """Note that a front has started: its request goes on waiting."""
+        del self.fronts[front.id]
+        front.waiting, front.sequence = False, sequence
+
     def _leave_queue(self, request: Request) -> None:
         self.queue.leave(request.tenant)
         self.recent.leave(request.tenant, prompt_weight(request))
@@ -376,6 +413,7 @@ class Requests:
     def end(self, request: Request) -> None:
         """End the request in whichever way; nothing of it may stay behind here."""
         del self.live[request.id]
+        self.fronts.pop(request.id, None)
         self.admission.end(request)
         self._blocked.pop(request.id, None)
         for timer in self._timers_of.pop(request.id, ()):

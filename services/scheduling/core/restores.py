@@ -5,15 +5,25 @@ not long. Then each waiting request is considered once, when few are before it. 
 gang reads, but not for longer than it would take to compute what is read: then it starts without.
 What was read joins the prefix cache in any case, as if the gang had retained it all the time. If an
 instance could not read its part, nothing is retained, and the files count as gone.
+
+Where reading and computing a prompt take similar times, an idle prefill gang does both at once: it
+computes the prompt's *front*, whose KV depends on nothing, while it reads the KV behind that. The
+front is a request to the policy, which plans it like any other. It ends at the beginning of a file,
+so that both ends are predicted to come as early as possible. What is behind a front is retained
+once the front is.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
+from operator import ge
 
+from csps.configurator.costs.cost_table import EXACT
+from csps.protocols.attention.plan import AUTO, RING_CLASSES
 from csps.protocols.core.placement import tokens_on
 from csps.services.scheduling.core.promises import Promises
 from csps.services.scheduling.core.requests import Requests
@@ -41,6 +51,11 @@ LISTING_NS = 2 * SECOND_NS
 """Longest wait for the list of what a gang has in files."""
 OVERHEAD_NS = 5_000_000
 """Time of a restore besides reading: two messages, and files to be found and opened."""
+EXACT_CLASSES = frozenset((EXACT, AUTO, *RING_CLASSES))
+"""Classes of requests whose KV is the same whatever is computed with it."""
+FRONT_SAVES = 5
+"""A front is computed if that saves one in so many parts of the time: predictions are not better,
+and reading takes some of the processor."""
 
 
 class Restore(Live, kw_only=True, eq=False):
@@ -54,6 +69,10 @@ class Restore(Live, kw_only=True, eq=False):
     """Timer that ends the request's wait."""
     ref: PrefixRef | None
     """Reference to the cached prefix that the KV follows."""
+    front: Request | None = None
+    """Beginning of the prompt that is computed meanwhile, until that is over."""
+    took_ns: int | None = None
+    """Time of reading, once all instances have answered."""
     good: bool = True
     """False once an instance could not read its part."""
 
@@ -94,18 +113,21 @@ class Restores:
     def startable(
         self, queues: Mapping[Priority, Many[Request]]
     ) -> Mapping[Priority, Many[Request]]:
-        """Return the queues without requests that wait for files, or for a list of them."""
+        """Return the queues without requests that wait for files, or for a list of them. Fronts
+        that have not started stand for their requests."""
         unlisted = self._listing and all(
             pair.prefill.id in self._listing or pair.decode.id in self._listing
             for pair in self._gangs.pairs
         )
         if not self._waiting and not unlisted:
             return queues
+        fronts = self._requests.fronts
         return {
             priority: [
-                request
+                fronts.get(request.id, request)
                 for request in queue
-                if not (unlisted and _may_read(request)) and request.id not in self._waiting
+                if not (unlisted and _may_read(request))
+                if request.id not in self._waiting or request.id in fronts
             ]
             for priority, queue in queues.items()
         }
@@ -157,9 +179,10 @@ class Restores:
             if (found := self._restorable(request, gang)) is None:
                 continue
             computing_ns = self._computing_ns(request, gang, found)
-            request.restored = not self._pays_off(gang, found, computing_ns)
-            if not request.restored:
-                self._begin_with_room(request, gang, found, computing_ns)
+            part = self._first_part(request, gang, found, computing_ns)
+            request.restored = part is None
+            if part is not None:
+                self._begin_with_room(request, gang, found, computing_ns, first_part=part)
             return
 
     def _restorable(self, request: Request, gang: Gang) -> Restorable | None:
@@ -174,17 +197,78 @@ class Restores:
         with_ns, _ = self._promises.prompt_ns(tokens, found.stop, gang)
         return without_ns - with_ns
 
+    def _first_part(
+        self, request: Request, gang: Gang, found: Restorable, computing_ns: int
+    ) -> int | None:
+        """Return the first part that is worth reading, behind a front if it is not the first of
+        all; None if none is."""
+        if not self._prefix.may_cache(gang, found.slices):
+            return None
+        alone_ns = min(self._reading_ns(gang, found), computing_ns)
+        if self._may_split(request, gang) and self._is_idle(gang):
+            # The more is computed, the less is read: best is one of the two where both take alike.
+            times_ns = partial(self._at_once_ns, gang, found)
+            parts = range(1, len(found.parts))
+            even = bisect_left(parts, True, key=lambda part: ge(*times_ns(part)))
+            ends = ((max(times_ns(part)), part) for part in parts[max(0, even - 1) : even + 1])
+            best_ns, best = min(ends, default=(alone_ns, 0))
+            if alone_ns - best_ns > alone_ns // FRONT_SAVES:
+                return best
+        return 0 if self._pays_off(gang, found, computing_ns) else None
+
+    def _at_once_ns(self, gang: Gang, found: Restorable, part: int) -> tuple[int, int]:
+        """Predict how long it takes to compute what is before a part, and to read the rest."""
+        behind = found.from_part(part)
+        front_ns, _ = self._promises.prompt_ns(behind.start, found.start, gang)
+        return OVERHEAD_NS + front_ns, self._reading_ns(gang, behind)
+
+    def _may_split(self, request: Request, gang: Gang) -> bool:
+        """Return whether a front of a request can be computed where files are read: on a gang that
+        only prefills, as others compute what they decode."""
+        return (
+            not gang.may_decode
+            and request.cls in EXACT_CLASSES
+            and not self._prefix.settings.decode_rest_tokens
+            and all(pair.prefill is gang for pair in self._gangs.pairs)
+        )
+
+    def _is_idle(self, gang: Gang) -> bool:
+        """Return whether a front would be computed at once."""
+        return not self._requests.fronts and not any(instance.steps for instance in gang.instances)
+
     def _pays_off(self, gang: Gang, found: Restorable, computing_ns: int) -> bool:
+        reading_ns = self._reading_ns(gang, found)
+        return reading_ns < computing_ns and self._prefix.may_cache(gang, found.slices)
+
+    def _reading_ns(self, gang: Gang, found: Restorable) -> int:
         most = max(tokens_on(found.slices).values())
         speed = self._prefix.saved[gang.id].bytes_per_s
-        read_ns = OVERHEAD_NS + most * gang.kv_bytes_per_token * SECOND_NS // max(1, speed)
-        return read_ns < computing_ns and self._prefix.may_cache(gang, found.slices)
+        return OVERHEAD_NS + most * gang.kv_bytes_per_token * SECOND_NS // max(1, speed)
 
     def _begin_with_room(
-        self, request: Request, gang: Gang, found: Restorable, computing_ns: int
+        self,
+        request: Request,
+        gang: Gang,
+        found: Restorable,
+        computing_ns: int,
+        *,
+        first_part: int = 0,
     ) -> None:
-        if self._has_room(request, gang, found):
-            self._begin(request, gang, found, computing_ns)
+        """Begin to read if there is room.
+
+        Args:
+            computing_ns: longest wait.
+            first_part: what is before it is computed meanwhile.
+        """
+        if not self._has_room(request, gang, found):
+            return
+        front, behind = None, found.from_part(first_part)
+        if first_part:
+            block = self._prefix.settings.block_tokens
+            front = self._requests.begin_front(request, behind.start, block)
+        if front is None:
+            behind = found
+        self._begin(request, gang, behind, computing_ns, found.start, front)
 
     def _has_room(self, request: Request, gang: Gang, found: Restorable) -> bool:
         """Return whether all slots are empty now; if others can be evicted, evict."""
@@ -192,16 +276,24 @@ class Restores:
         instances = self._gangs.instances
         if any(count > instances[instance].free_slots for instance, count in needed.items()):
             return False
-        ref = self._ref(request, gang, found)  # what it follows must not be evicted for it
+        ref = self._ref(request, gang, found.start)  # what it follows must not be evicted for it
         empty = self._prefix.make_room(needed)
         if ref is not None:
             self._prefix.unref(ref)
         return empty
 
-    def _ref(self, request: Request, gang: Gang, found: Restorable) -> PrefixRef | None:
-        return self._prefix.ref(request, gang, found.start) if found.start else None
+    def _ref(self, request: Request, gang: Gang, tokens: int) -> PrefixRef | None:
+        return self._prefix.ref(request, gang, tokens) if tokens else None
 
-    def _begin(self, request: Request, gang: Gang, found: Restorable, computing_ns: int) -> None:
+    def _begin(
+        self,
+        request: Request,
+        gang: Gang,
+        found: Restorable,
+        computing_ns: int,
+        cached: int,
+        front: Request | None,
+    ) -> None:
         source, now_ns = self._gangs.next_id("sequence"), self._round.now_ns
         request.restored = True
         self._waiting[request.id] = None
@@ -211,17 +303,20 @@ class Restores:
             found=found,
             began_ns=now_ns,
             timer=self._timers.at(now_ns + computing_ns, partial(self._release, request)),
-            ref=self._ref(request, gang, found),
+            ref=self._ref(request, gang, cached),
+            front=front,
         )
         self._prefix.restore(gang, source, found)
         _log.debug(
-            "reading tokens %d to %d of request %d from files as sequence %d",
+            "reading tokens %d to %d of request %d from files as sequence %d%s",
             *(found.start, found.stop, request.id, source),
+            "" if front is None else f", computing from token {cached} meanwhile",
         )
 
     def _release(self, request: Request) -> None:
         """Let a request start, whatever has become of its files."""
         self._waiting.pop(request.id, None)
+        self._requests.give_up_front(request.id)
         self._round.stale = True
 
     # --- events ---
@@ -246,22 +341,50 @@ class Restores:
         expected = tokens_on(restore.found.slices).get(event.instance, 0)
         restore.good = restore.good and event.tokens == expected
         if self._prefix.answered(restore.gang, event.sequence_id, event.instance):
-            del self._reading[of]
-            self._end(event.sequence_id, restore)
+            restore.took_ns = self._round.now_ns - restore.began_ns
+            self._note_read(restore)
+            self._end_if_over(of, restore)
 
-    def _end(self, source: SequenceId, restore: Restore) -> None:
-        gang, found = restore.gang, restore.found
-        saved, took_ns = self._prefix.saved[gang.id], self._round.now_ns - restore.began_ns
-        if restore.good:
-            read = max(tokens_on(found.slices).values()) * gang.kv_bytes_per_token
-            saved.note_speed(read * SECOND_NS // max(1, took_ns))
+    def _note_read(self, restore: Restore) -> None:
+        """Note how fast files were read, or that they are gone."""
+        saved, found = self._prefix.saved[restore.gang.id], restore.found
+        if restore.good and restore.took_ns is not None:
+            read = max(tokens_on(found.slices).values()) * restore.gang.kv_bytes_per_token
+            saved.note_speed(read * SECOND_NS // max(1, restore.took_ns))
         else:
             saved.forget(part.name for part in found.parts)
-        self._prefix.restored(gang, source, restore.request, found, good=restore.good)
+
+    def end_fronts(self) -> None:
+        """Note which fronts are over. What has become of them, the prefix cache knows."""
+        for of, restore in list(self._reading.items()):
+            front = restore.front
+            if front is None or not self._is_over(front):
+                continue
+            restore.front = None
+            known = self._prefix.beginning(restore.request, restore.gang.id, restore.found.start)
+            if known is not None and known.tokens == restore.found.start:
+                before = restore.ref
+                restore.ref = self._ref(restore.request, restore.gang, known.tokens)
+                if before is not None:
+                    self._prefix.unref(before)
+            self._end_if_over(of, restore)
+
+    def _is_over(self, front: Request) -> bool:
+        if front.sequence is None:
+            return self._requests.fronts.get(front.id) is not front
+        return front.sequence.over
+
+    def _end_if_over(self, of: tuple[GangId, SequenceId], restore: Restore) -> None:
+        """End a restore once its files are read and its front is over."""
+        if restore.took_ns is None or restore.front is not None:
+            return
+        del self._reading[of]
+        gang, found, request = restore.gang, restore.found, restore.request
+        self._prefix.restored(gang, of[1], request, found, good=restore.good)
         if restore.ref is not None:
             self._prefix.unref(restore.ref)
         self._timers.cancel(restore.timer)
-        self._release(restore.request)
+        self._release(request)
 
     def drop(self, gang: Gang) -> None:
         """Drop what a gang that is gone was listing and reading."""

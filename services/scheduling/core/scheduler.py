@@ -191,6 +191,7 @@ class Scheduler:
         self._timers.run_due(this_round.now_ns)
         self._liveness.check()
         self._sequences.join()
+        self._restores.end_fronts()
         self._unsent.send_due()
         self._check_wake()
         self._decide()
@@ -459,7 +460,8 @@ class RequestEvents:
             self._sequences.retain_prefilled(sequence)
         for sequence in computed:
             self._sequences.computed(sequence)
-            if not sequence.over and sequence.first_token_ns is None:
+            awaited = not (sequence.over or sequence.request.front)
+            if awaited and sequence.first_token_ns is None:
                 # The rank that samples sends the token before it reports, so none is under way.
                 error = ProtocolError(
                     f"step {step.id} ended without the first token of sequence {sequence.id}"

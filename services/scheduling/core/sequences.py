@@ -192,7 +192,8 @@ class Sequences:
 
     def retain_prefilled(self, sequence: Sequence) -> None:
         """Retain KV where it was computed, now that all of it lies there."""
-        good = sequence.first_token_ns is not None and not sequence.prefill_cancelled
+        whole = sequence.first_token_ns is not None or sequence.request.front
+        good = whole and not sequence.prefill_cancelled
         hashes = sequence.request.hashes if good else ()
         self._prefix.prefilled(
             sequence.prefill,
@@ -203,6 +204,8 @@ class Sequences:
             sequence.prefill_ref,
         )
         self._unref_prefill(sequence)
+        if sequence.request.front:
+            self.close(sequence)
 
     def _unref_prefill(self, sequence: Sequence) -> None:
         ref, sequence.prefill_ref = sequence.prefill_ref, None
@@ -352,7 +355,7 @@ class Sequences:
             self._owe(sequence)
         holders = dict.fromkeys(gang.id for gang in gangs if self._may_hold(sequence, gang))
         sequence.prefill_cancelled = sequence.prefill_cancelled or sequence.prefill.id in holders
-        if holders:
+        if holders or sequence.request.front:  # no token tells the executor of a front's end
             _log.debug("cancelling sequence %d on gangs %s", sequence.id, list(holders))
             self._round.emit(Cancel(sequence_id=sequence.id, gangs=tuple(holders)))
         self._finalize(sequence)

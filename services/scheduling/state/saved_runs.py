@@ -33,6 +33,12 @@ class Restorable(msgspec.Struct, frozen=True, gc=False):
         """Position behind the last one."""
         return self.parts[-1].stop
 
+    def from_part(self, number: int) -> Restorable:
+        """Return what the parts from this one on have."""
+        parts = self.parts[number:]
+        slices = within(self.slices, Span(parts[0].start, self.stop))
+        return Restorable(parts=parts, slices=joined(slices))
+
 
 class SavedRuns:
     """Runs of one gang. A run counts when all of its instances have reported their parts.

@@ -242,6 +242,9 @@ class Request(Live, kw_only=True, eq=False):
     """Prefixes that gangs had at a version of their trees (`prefix_cache.py`)."""
     restored: bool = False
     """True if files were read for it, or are not worth it: once is enough."""
+    front: bool = False
+    """True if it stands for the beginning of another request's prompt, which has its id. It is
+    computed and retained, and nothing is sampled (`core.restores`)."""
     bypassed_rounds: int = 0
     """Rounds in which younger requests started first."""
     generated_tokens: int = 0

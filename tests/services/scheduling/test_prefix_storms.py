@@ -8,12 +8,13 @@ from collections import Counter, deque
 
 import pytest
 from arbitrary_layout_policy import AnyLayout, lay
-from random_executor import RandomCell, gang_up
+from random_executor import RandomCell, SentSequence, gang_up
 
 from csps.configurator.costs.cost_table import Costs, CostTable, Unmeasured
 from csps.protocols.core.placement import KvSlice, own
 from csps.protocols.gang.messages import EvictKv, RestoreKv, RetainKv, SavedRun, SaveKv
 from csps.services.scheduling.core import restores
+from csps.services.scheduling.core.restores import Restores
 from csps.services.scheduling.core.scheduler import Scheduler
 from csps.services.scheduling.deciding.step_layout import slots_of
 from csps.services.scheduling.events import commands as cmd
@@ -22,6 +23,8 @@ from csps.services.scheduling.events.events import InstanceId, gang_of, instance
 from csps.services.scheduling.events.limits import QueueLimits, ReuseSettings
 from csps.services.scheduling.policies.registry import make_policy
 from csps.services.scheduling.state import saved_runs
+from csps.services.scheduling.state.saved_runs import Restorable
+from csps.services.scheduling.state.state import Gang, Request
 
 BLOCK = 32
 
@@ -294,6 +297,8 @@ class FilingCell(RetainingCell):
     cannot be read."""
 
     PROMPTS = (90, 300, 400, 640, 640, 640)
+    LIKE_COMPUTING = 8_000_000
+    """Bytes a second of a disk from which a prompt comes about when it would be computed."""
 
     def __init__(self, scheduler: Scheduler, seed: int, *, faults: float, elastic: bool) -> None:
         super().__init__(scheduler, seed, faults=faults, elastic=elastic)
@@ -307,7 +312,8 @@ class FilingCell(RetainingCell):
         self._answered: dict[Place, list[ev.Restored]] = {}
         self._unread: set[int] = set()
         """Sequences with slots in which is nothing, or not everything."""
-        self.restored = self.failed = 0
+        self._bytes_per_s = self.random.choice((10**9, self.LIKE_COMPUTING))
+        self.restored = self.failed = self.fronts = 0
 
     def _said(self, sequence: int) -> tuple[bytes, ...]:
         return self._read[sequence] if sequence in self._read else super()._said(sequence)
@@ -332,12 +338,31 @@ class FilingCell(RetainingCell):
                 ev.Saved(
                     instance=instance_id(up.gang, index),
                     runs=runs,
-                    bytes_per_s=10**9,
+                    bytes_per_s=self._bytes_per_s,
                     listed=self.random.random() < 0.9,
                 )
                 for index in range(len(slots))
             ),
         ]
+
+    def _reserve(self, command: cmd.Reserve) -> None:
+        request, reserved = self.requests[command.request_id], command.message
+        if reserved.prompt_tokens == request.prompt + request.generated:
+            super()._reserve(command)
+            return
+        assert not request.ended, "a front of a request that is over"
+        assert request.sequence is None, "a front of a request that has started"
+        assert not reserved.slices, "a front that is decoded"
+        self.sequences[reserved.sequence_id] = SentSequence(reserve=command, front=True)
+        self.fronts += 1
+
+    def _run_step(self, command: cmd.RunStep) -> None:
+        super()._run_step(command)
+        for chunk in command.step.chunks:
+            if self.sequences[chunk.sequence_id].front:
+                assert chunk.retain, "computed for nobody"
+                assert not chunk.last, "a front is sampled"
+                assert not chunk.destinations, "a front is sent"
 
     def _to_files(self, command: cmd.ToFiles) -> None:
         assert command.gang in self.gangs, "a message to a dead gang"
@@ -364,7 +389,9 @@ class FilingCell(RetainingCell):
             size = len(self.gangs[gang].instances)
             self._files[self._kind(gang), run] = text
             self._pending += [
-                ev.Saved(instance=instance_id(gang, index), runs=(run,), bytes_per_s=10**9)
+                ev.Saved(
+                    instance=instance_id(gang, index), runs=(run,), bytes_per_s=self._bytes_per_s
+                )
                 for index in range(size)
             ]
 
@@ -535,22 +562,57 @@ def file_storm(seed: int) -> FilingCell:
     return cell
 
 
-def file_storms(seeds: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Play cells; return how many restores were good, and how many failed."""
+def file_storms(seeds: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """Play cells; return how many restores were good, how many failed, and how many fronts there
+    were."""
     monkeypatch.setattr(restores, "OVERHEAD_NS", 0)
-    restored = failed = 0
+    restored = failed = fronts = 0
     for seed in seeds:
         monkeypatch.setattr(saved_runs, "RUN_BLOCKS", 1 + seed % 5)
         cell = file_storm(seed)
         restored, failed = restored + cell.restored, failed + cell.failed
-    return restored, failed
+        fronts += cell.fronts
+    return restored, failed, fronts
 
 
 @pytest.mark.parametrize("cells", range(2))
 def test_what_is_read_from_files_is_what_was_written(
     cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert all(file_storms(range(cells * 20, cells * 20 + 20), monkeypatch)[:2])
+
+
+def wherever_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fronts computed on busy gangs, too, end them at whichever part, and wait for them."""
+
+    def part_of(
+        self: Restores, request: Request, gang: Gang, found: Restorable, _computing_ns: int
+    ) -> int | None:
+        if not self._prefix.may_cache(gang, found.slices):
+            return None
+        more = len(found.parts) - 1
+        return 1 + request.id % more if more and self._may_split(request, gang) else 0
+
+    monkeypatch.setattr(FilingCell, "PROMPTS", (90, 640, 1200, 1200))
+    monkeypatch.setattr(Restores, "_computing_ns", lambda *_: 10**10)
+    monkeypatch.setattr(Restores, "_first_part", part_of)
+
+
+@pytest.mark.parametrize("cells", [3, 4])
+def test_what_is_read_follows_fronts_that_were_computed_meanwhile(
+    cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wherever_possible(monkeypatch)
     assert all(file_storms(range(cells * 20, cells * 20 + 20), monkeypatch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(10))
+def test_what_is_read_follows_fronts_in_a_thousand_storms(
+    hundred: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wherever_possible(monkeypatch)
+    assert all(file_storms(range(hundred * 100, hundred * 100 + 100), monkeypatch))
 
 
 @pytest.mark.slow
@@ -558,7 +620,7 @@ def test_what_is_read_from_files_is_what_was_written(
 def test_what_is_read_from_files_is_what_was_written_in_a_thousand_storms(
     hundred: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert all(file_storms(range(hundred * 100, hundred * 100 + 100), monkeypatch))
+    assert all(file_storms(range(hundred * 100, hundred * 100 + 100), monkeypatch)[:2])
 
 
 @pytest.mark.slow

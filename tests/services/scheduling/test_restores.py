@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -42,8 +43,8 @@ def hashes(blocks: int) -> tuple[bytes, ...]:
 class Filing(SchedulerHarness):
     """A prefill gang of two instances whose files survive it, and a decode gang."""
 
-    def __init__(self, reuse: ReuseSettings = REUSE) -> None:
-        super().__init__(make_policy("fixed_sp", OPTIONS), reuse=reuse)
+    def __init__(self, reuse: ReuseSettings = REUSE, *, sp: int = 2) -> None:
+        super().__init__(make_policy("fixed_sp", {**OPTIONS, "sp": sp}), reuse=reuse)
         self._gang = 0
         self.decode_gang = 1000
         self.turn(self.decode(self.decode_gang))
@@ -276,6 +277,175 @@ def test_files_follow_what_is_cached() -> None:
     assert plan.reserve.cached == 320
     sources = {part.source for part in plan.step.chunks[0].history}
     assert rest.sequence_id in sources
+
+
+def like_computing(prompt: int, tokens: int) -> int:
+    """Return the speed at which an instance reads so many tokens as fast as two compute them."""
+    whole, rest = (Unmeasured().step(2, 1).predict_ns(prompt - past, past) for past in (0, tokens))
+    return tokens * TOKEN_BYTES * SECOND // (whole - rest - OVERHEAD_NS)
+
+
+class Halved:
+    """A gang that computes the first half of a prompt and reads the second one. All lies on one
+    instance."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, blocks: int = 10, faster: float = 1.0
+    ) -> None:
+        monkeypatch.setattr(saved_runs, "RUN_BLOCKS", blocks)
+        self.filing = Filing(sp=1)
+        runs = self.filing.saved_by(40, 1300)
+        assert [run.start for run in runs] == list(range(0, 1280, blocks * BLOCK))
+        self.filing.die()
+        self.speed = int(like_computing(1300, 1280) * faster)
+        self.filing.bring_up(*runs, speed=self.speed)
+
+    def ask(self) -> tuple[Sent, RestoreKv]:
+        """Ask for the prompt; return the plan of its front, and what is read meanwhile."""
+        commands = self.filing.ask(40, 1300)
+        (read,) = to_files(commands, RestoreKv)
+        return sent(commands), read
+
+
+def test_a_front_is_computed_while_the_rest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Halved(monkeypatch)
+    front, read = halved.ask()
+    assert [(part.start, part.stop) for part in read.parts] == [(640, 960), (960, 1280)]
+    (chunk,) = front.step.chunks
+    assert (chunk.start, chunk.length, chunk.history) == (0, 640, ())
+    assert (chunk.retain, chunk.last, chunk.decoded, chunk.destinations) == (True, False, False, ())
+    assert (front.reserve.message.prompt_tokens, front.reserve.message.slices) == (640, ())
+
+
+@pytest.mark.parametrize("front_first", [True, False])
+def test_a_request_starts_behind_its_front_and_what_was_read(
+    monkeypatch: pytest.MonkeyPatch, *, front_first: bool
+) -> None:
+    halved = Halved(monkeypatch)
+    front, read = halved.ask()
+    computed = partial(halved.filing.turn, *front.steps_done())
+    answered = partial(halved.filing.answer, read)
+    earlier, later = (computed, answered) if front_first else (answered, computed)
+    assert not only(earlier(), cmd.Reserve)
+    plan = sent(later())
+    assert plan.request == front.request
+    assert plan.reserve.cached == 1280
+    (chunk,) = plan.step.chunks
+    assert (chunk.start, chunk.length) == (1280, 20)
+    by_source = {
+        source: sum(part.tokens for part in chunk.history if part.source == source)
+        for source in (front.sequence, read.sequence_id)
+    }
+    assert by_source == {front.sequence: 640, read.sequence_id: 640}
+    assert chunk.last
+
+
+def test_the_executor_is_told_of_the_end_of_a_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Halved(monkeypatch)
+    front, _ = halved.ask()
+    (over,) = only(halved.filing.turn(*front.steps_done()), cmd.Cancel)
+    assert over == cmd.Cancel(sequence_id=front.sequence, gangs=())
+
+
+def test_what_was_read_behind_a_lost_front_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Halved(monkeypatch)
+    front, read = halved.ask()
+    halved.filing.turn(front.failed())
+    commands = halved.filing.answer(read)
+    assert sent(commands).reserve.cached == 0
+    (evict,) = messages(commands, EvictKv)
+    assert (evict.sequence_id, evict.start, evict.stop) == (read.sequence_id, 640, 1280)
+
+
+def test_a_front_serves_its_request_if_the_rest_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    front, read = halved.ask()
+    assert not only(halved.filing.answer(read, failed=1), cmd.Reserve), "its front is computed"
+    plan = sent(halved.filing.turn(*front.steps_done()))
+    assert plan.reserve.cached == 640
+
+
+def test_a_request_waits_for_its_front_no_longer_than_it_would_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    front, read = halved.ask()
+    plan = sent(halved.filing.wait())
+    assert (plan.request, plan.reserve.cached) == (front.request, 0)
+    halved.filing.turn(*front.steps_done())
+    halved.filing.answer(read)  # late, but not in vain
+    halved.filing.end(plan)
+    assert sent(halved.filing.ask(40, 1300)).reserve.cached == 1280
+
+
+def test_a_front_outlives_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Halved(monkeypatch)
+    front, read = halved.ask()
+    halved.filing.turn(ev.RequestCancelled(request_id=front.request))
+    halved.filing.turn(*front.steps_done())
+    halved.filing.answer(read)
+    assert sent(halved.filing.ask(40, 1300)).reserve.cached == 1280
+
+
+def test_a_gang_that_dies_with_a_front_lets_its_request_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    front, _ = halved.ask()
+    halved.filing.die()
+    plan = sent(halved.filing.bring_up())
+    assert (plan.request, plan.reserve.cached) == (front.request, 0)
+    assert plan.reserve.message.prompt_tokens == 1300
+
+
+def test_a_busy_gang_reads_all_that_it_would_compute_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    other = halved.filing.turn(halved.filing.submit(700, 10))
+    assert sent(other)
+    commands = halved.filing.ask(40, 1300)
+    assert [message.parts[0].start for message in to_files(commands, RestoreKv)] in ([], [0])
+    assert all(reserve.message.prompt_tokens == 1300 for reserve in only(commands, cmd.Reserve))
+
+
+@pytest.mark.parametrize("faster", [0.7, 0.9, 1.0, 1.2, 1.5])
+def test_a_front_ends_where_both_are_over_earliest(
+    monkeypatch: pytest.MonkeyPatch, faster: float
+) -> None:
+    halved = Halved(monkeypatch, blocks=2, faster=faster)
+    _, read = halved.ask()
+    steps = [Unmeasured().step(size, 1) for size in (1, 2)]
+    time_ns = {
+        front: OVERHEAD_NS
+        + max(
+            (1280 - front) * TOKEN_BYTES * SECOND // halved.speed,
+            min(step.predict_ns(front, 0) for step in steps),
+        )
+        for front in range(64, 1280, 64)
+    }
+    assert time_ns[read.parts[0].start] == min(time_ns.values())
+
+
+@pytest.mark.parametrize("faster", [0.1, 10])
+def test_no_front_where_reading_or_computing_is_much_faster(
+    monkeypatch: pytest.MonkeyPatch, faster: float
+) -> None:
+    commands = Halved(monkeypatch, faster=faster).filing.ask(40, 1300)
+    if faster > 1:
+        assert not only(commands, cmd.RunStep)
+        assert to_files(commands, RestoreKv)[0].parts[0].start == 0
+    else:
+        assert sent(commands).reserve.message.prompt_tokens == 1300
+
+
+def test_no_front_of_a_prompt_that_may_be_inexact(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Halved(monkeypatch)
+    request = halved.filing.submit(1300, 10, cls="bounded?accuracy:0.01:None")
+    commands = halved.filing.turn(msgspec.structs.replace(request, hashes=hashes(40)))
+    assert all(reserve.message.prompt_tokens == 1300 for reserve in only(commands, cmd.Reserve))
 
 
 def test_a_gang_that_dies_while_it_reads_lets_its_requests_go() -> None:
