@@ -558,10 +558,25 @@ REUSED_KV = (
     Fault(
         name="Requests that came before their gang do not wait for the list of its files.",
         file="services/scheduling/core/restores.py",
-        old="if not (unlisted and _may_read(request)) and request.id not in self._waiting",
-        new="if request.id not in self._waiting",
+        old="if not (unlisted and _may_read(request))\n",
+        new="if True\n",
         test=f"{SCHEDULING}/test_restores.py::"
         "test_a_request_that_came_before_its_gang_waits_for_the_list_of_its_files",
+    ),
+    Fault(
+        name="What is read behind a front is retained before the front is computed.",
+        file="services/scheduling/core/restores.py",
+        old="if restore.took_ns is None or restore.front is not None:",
+        new="if restore.took_ns is None:",
+        test=f"{SCHEDULING}/test_restores.py::"
+        "test_a_request_starts_behind_its_front_and_what_was_read",
+    ),
+    Fault(
+        name="The beginning of a prompt, computed while the rest is read, is sampled.",
+        file="services/scheduling/core/launcher.py",
+        old="== request.prompt_tokens and not request.front,",
+        new="== request.prompt_tokens,",
+        test=f"{PREFIX_STORMS}::test_what_is_read_follows_fronts_that_were_computed_meanwhile",
     ),
     Fault(
         name="Where a prompt leaves a saved run, the rest of the run is read as well.",
@@ -836,8 +851,8 @@ REPORTS = (
     Fault(
         name="The last chunk of a retried prompt does not sample a token.",
         file="services/scheduling/core/launcher.py",
-        old="planned.length == request.prompt_tokens,",
-        new="planned.length == request.prompt_tokens - request.generated_tokens,",
+        old="planned.length == request.prompt_tokens and",
+        new="planned.length == request.prompt_tokens - request.generated_tokens and",
         test=ALL_ATTEMPTS,
     ),
     Fault(
