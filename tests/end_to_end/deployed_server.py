@@ -185,6 +185,18 @@ class Deployed:
             assert time.monotonic() < deadline, otherwise
             time.sleep(POLL_S)
 
+    def wait_replaced(self, deployment: str, pids: set[int]) -> None:
+        """Wait until as many other processes run in place of these."""
+
+        def replaced() -> bool:
+            with suppress(KeyError):  # after a redeployment, Serve knows of none at first
+                now = self.pids(deployment)
+                return now.isdisjoint(pids) and len(now) == len(pids)
+            return False
+
+        self._wait(replaced, f"{deployment} is not replaced")
+        self.wait_ready()
+
     def wait_ready(self) -> None:
         """Wait until `/health` reports ready."""
         wait_ready(self.config, self.head, say=print, deadline_s=DEADLINE_S)

@@ -1,5 +1,5 @@
-"""A deployed server with its default prefix cache: later turns, and the
-death of the gang that retains it."""
+"""A deployed server with its default prefix cache: later turns, the death of the gang that retains
+it, and files from which it comes back."""
 
 from __future__ import annotations
 
@@ -78,3 +78,28 @@ def test_turns_are_right_before_and_after_their_kv_dies(server: Deployed, model:
     assert ask(server, SECOND)[0] == expected
     assert ask(server, SECOND) == (expected, whole_blocks(SECOND))  # on the gang that came after
     server.wait_ready()
+
+
+LONG = random_tokens(12_000, seed=4)
+"""A prompt that no machine computes as fast as its KV is read."""
+TURNS = [[*LONG, *random_tokens(100, seed=seed)] for seed in (5, 6)]
+
+
+def test_kv_in_files_outlives_a_killed_gang_and_a_redeployment(model: Path, tmp_path: Path) -> None:
+    files = {"enabled": True, "max_share": 1.0, "files": {"path": str(tmp_path / "kv")}}
+    with deployed(model, tmp_path, kv_reuse=files) as server:
+        assert ask(server, LONG)[1] == 0
+        server.wait_gauge("kv_saved_tokens_total", whole_blocks(LONG))
+        right = [ask(server, turn, cache_salt="fresh") for turn in TURNS]
+
+        ranks = server.pids("PrefillGang")
+        server.kill_replica("PrefillGang")
+        server.wait_replaced("PrefillGang", ranks)
+        assert ask(server, TURNS[0]) == (right[0][0], whole_blocks(LONG))
+        assert server.gauge("kv_restored_tokens_total") == whole_blocks(LONG)
+
+        ranks = server.pids("DecodeGang")
+        successor = server.redeploy(queue={"max_waiting": 300})
+        successor.wait_replaced("DecodeGang", ranks)
+        assert ask(successor, TURNS[1]) == (right[1][0], whole_blocks(LONG))
+        assert successor.gauge("kv_restored_tokens_total") == whole_blocks(LONG)
