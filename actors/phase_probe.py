@@ -1,5 +1,5 @@
 """Measure the phases of a layer on one rank: `python -m csps.actors.phase_probe MODEL DTYPE
-KV_DTYPE DEVICE THREADS TP SIZES ROUNDS OVERRIDES`.
+KV_DTYPE WEIGHT_DTYPE DEVICE THREADS TP SIZES ROUNDS OVERRIDES`.
 
 The probe calls what strategies call, with the weights and heads of the first of TP ranks. Sums over
 ranks are exchanges and are not measured. SIZES are tokens, separated by commas. OVERRIDES is a JSON
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def measured(arguments: Sequence[str]) -> list[PhaseTime]:
     """Return what `main` prints."""
-    model, dtype, kv_dtype, device, threads, tp, sizes, rounds, overrides = arguments
+    model, dtype, kv_dtype, weight_dtype, device, threads, tp, sizes, rounds, overrides = arguments
     torch.set_num_threads(int(threads))
     with open_checkpoint(Path(model), json.loads(overrides)) as checkpoint, torch.inference_mode():
         network = read_network(
@@ -65,6 +65,7 @@ def measured(arguments: Sequence[str]) -> list[PhaseTime]:
             device=device,
             all_reduce=None,
             rounds_kv=kv_dtype == "int8",
+            fp8=weight_dtype == "fp8",
         )
         return [
             row

@@ -102,6 +102,7 @@ class GangPlan:
     kv_checksum: float = 0.0
     quantum_ms: float = 50.0
     kv_dtype: str = "auto"
+    weight_dtype: str = "auto"
     kv_files_path: str | None = None
     """Folder of a prefill gang's files."""
     kv_files_bytes: int = 2**30
@@ -127,6 +128,7 @@ class GangPlan:
             "kv_checksum": self.kv_checksum,
             "quantum_ms": self.quantum_ms,
             "kv_dtype": self.kv_dtype,
+            "weight_dtype": self.weight_dtype,
             "kv_files_path": self.kv_files_path,
             "kv_files_bytes": self.kv_files_bytes,
             **({} if self.tls is None else {"tls": self.tls}),

@@ -48,6 +48,7 @@ class Cell:
     """Transfers that a decode rank receives at a time."""
     kv_slots: int
     kv_dtype: str
+    weight_dtype: str
     kv_files: Path | None = None
     """Folder in which KV survives its gang."""
     gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Cell:
             kv_slots=self.kv_slots,
             kv_files_path=None if self.kv_files is None else str(self.kv_files),
             kv_dtype=self.kv_dtype,
+            weight_dtype=self.weight_dtype,
         )
         self.gangs[role] = ThreadGang(plan, in_processes)
         self.started.append(self.gangs[role])
@@ -155,6 +157,7 @@ async def real_cell(
     backends: int = 16,
     kv_slots: int = 4096,
     kv_dtype: str = "auto",
+    weight_dtype: str = "auto",
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
     kv_files: Path | None = None,
@@ -183,7 +186,8 @@ async def real_cell(
     service = RequestService(
         cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, observer=observer
     )
-    cell = Cell(model, directory, service, instances, tp, backends, kv_slots, kv_dtype, kv_files)
+    forms = kv_dtype, weight_dtype
+    cell = Cell(model, directory, service, instances, tp, backends, kv_slots, *forms, kv_files)
     try:
         await service.start()
         await asyncio.gather(

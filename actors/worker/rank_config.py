@@ -31,6 +31,8 @@ class RankConfig:
     dtype: str = "float32"
     kv_dtype: str = "auto"
     """Form of KV in the pool: that of `dtype`, or int8 (8 bits with a scale per token and head)."""
+    weight_dtype: str = "auto"
+    """Form of the matrices of feed-forward layers: that of `dtype`, or fp8."""
     device: str = "cpu"
     threads: int = 1
     """Torch threads of this process."""

@@ -49,12 +49,14 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
             # Steps cut matrices by heads, and have so many rows that packing gains nothing.
             packed=not config.may_prefill,
             rounds_kv=config.eight_bit_kv,
+            fp8=config.weight_dtype == "fp8",
         )
         fingerprint = model_fingerprint(
             checkpoint,
             instance,
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
+            weight_dtype=config.weight_dtype,
             device=mesh.device,
             threads=config.threads,
         )
@@ -125,11 +127,13 @@ def model_fingerprint(
     *,
     dtype: str,
     kv_dtype: str,
+    weight_dtype: str,
     device: torch.device | str,
     threads: int,
 ) -> str:
-    """Return a hexadecimal digest of the configuration, the dtype to compute in, the form of KV,
-    and the weights as they were read. Two gangs need equal ones to use each other's KV.
+    """Return a hexadecimal digest of the configuration, the dtype to compute in, the forms of KV
+    and weights, and the weights as they were read. Two gangs need equal ones to use each other's
+    KV.
 
     It does not depend on the number of ranks in an instance. All of them have to call this.
     """
@@ -138,6 +142,8 @@ def model_fingerprint(
     config = config_bytes(checkpoint.model_dir, checkpoint.overrides)
     digest = hashlib.blake2b(config, digest_size=8)
     numbers = dtype if kv_dtype == "auto" else f"{dtype} {kv_dtype}"
+    if weight_dtype != "auto":
+        numbers += f" weights {weight_dtype}"
     digest.update(f"{numbers} {weights}".encode())
     return digest.hexdigest()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from csps.kernels.rowwise_fp8 import FP8, quantize_rows
 from csps.models.checkpoints.stored_tensor import (
     FLOATS,
     StoredTensor,
@@ -103,25 +105,51 @@ class Checkpoint:
             MissingTensorError: the checkpoint has no such tensor.
             CheckpointError: the tensor has another shape than the configuration asks for.
         """
-        start = 0
+        for stored, block, at, rows in self._parts(place, into[0].numel()):
+            into[rows].copy_(_read(stored, block, at))
+
+    def read_fp8(self, place: Place, into: Tensor, scales: Tensor) -> None:
+        """Read the blocks of a place as FP8 numbers and their rows' scales.
+
+        Files that have such numbers and scales are read as they are. Others are quantized.
+
+        Args:
+            into, scales: the tensors to be filled, as `empty` returns them.
+
+        Raises:
+            MissingTensorError, CheckpointError: as `read`.
+        """
+        for stored, block, at, rows in self._parts(place, into[0].numel()):
+            if stored.read_fp8 is not None:
+                numbers_rn, scales_r1 = stored.read_fp8(at)
+            else:
+                numbers_rn, scales_r1 = quantize_rows(_read(stored, block, at).float())
+            into[rows].copy_(numbers_rn)
+            scales[rows].copy_(scales_r1)
+
+    def _parts(
+        self, place: Place, width: int
+    ) -> Iterator[tuple[StoredTensor, TensorBlock, tuple[slice, ...], slice]]:
+        """Yield parts of a place's blocks: where they are stored, and their rows in the place.
+
+        Args:
+            width: the numbers of a row.
+        """
+        start, step = 0, max(1, READ_ELEMENTS // max(1, width))
         for block in place:
             stored, columns = self.stored(block), block.columns
             across = () if columns is None else (slice(columns.start, columns.stop),)
-            step = max(1, READ_ELEMENTS // max(1, into[0].numel()))
             for first in range(block.rows.start, block.rows.stop, step):
                 last = min(first + step, block.rows.stop)
-                part = _read(stored, block, (slice(first, last), *across))
-                into[start : start + len(part)].copy_(part)
-                start += len(part)
+                rows = slice(start, start + last - first)
+                yield stored, block, (slice(first, last), *across), rows
+                start = rows.stop
 
     def count(self, place: Place) -> int:
         """Count the elements of a place by the files' headers; raise what `read` would raise."""
         for block in place:
             self.stored(block)
-        return sum(
-            len(block.rows) * (1 if block.columns is None else len(block.columns))
-            for block in place
-        )
+        return sum(len(block.rows) for block in place) * math.prod(_width(place))
 
     def checksum(self, tensor: str) -> int:
         """Return 63 bits that stand for a stored tensor: name, type, shape and every byte.
@@ -167,13 +195,23 @@ def _read(stored: StoredTensor, block: TensorBlock, at: tuple[slice, ...]) -> Te
 
 def empty(place: Place, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return a tensor for the blocks of a place, not yet read."""
-    width = () if place[0].columns is None else (len(place[0].columns),)
     rows = sum(len(block.rows) for block in place)
-    return torch.empty((rows, *width), dtype=memory_dtype(place, dtype), device=device)
+    return torch.empty((rows, *_width(place)), dtype=memory_dtype(place, dtype), device=device)
+
+
+def _width(place: Place) -> tuple[int, ...]:
+    """Return the size of a parameter's rows; none if it is a vector."""
+    first = place[0]
+    if first.kept == "scales":
+        return (1,)
+    return () if first.columns is None else (len(first.columns),)
 
 
 def memory_dtype(place: Place, dtype: torch.dtype) -> torch.dtype:
     """Return the type of a parameter in memory, where others have `dtype`."""
+    kept = {"fp8": FP8, "scales": torch.float32}
+    if place[0].kept != "floats":
+        return kept[place[0].kept]
     precise = {4: torch.float32, 8: torch.float64}
     least = place[0].least_bytes
     return dtype if dtype.itemsize >= least else precise[least]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from csps.kernels.rowwise_fp8 import ALIGNMENT, unsupported_device
 from csps.models.checkpoints.checkpoint import Checkpoint, empty, memory_dtype, open_checkpoint
 from csps.models.checkpoints.families import (
     expert_places,
@@ -20,8 +21,15 @@ from csps.models.checkpoints.families import (
     phi3_places,
 )
 from csps.models.checkpoints.stored_tensor import FLOATS, StoredTensor
+from csps.models.network.checkpoint_json import UnsupportedModelError
 from csps.models.network.network import AllReduce, Network
-from csps.models.network.parameters import ModelParameters, Place, TensorBlock
+from csps.models.network.parameters import (
+    LayerParameters,
+    ModelParameters,
+    Place,
+    TensorBlock,
+    in_fp8,
+)
 from csps.models.network.spec import ModelSpec, TpShard, read_spec, tp_shard_of
 
 _log = logging.getLogger(__name__)
@@ -65,6 +73,36 @@ def _places(checkpoint: Checkpoint, spec: ModelSpec, shard: TpShard) -> ModelPar
     return places.map(lambda place: tuple(map(renamed, place)))
 
 
+def _with_fp8(
+    checkpoint: Checkpoint, spec: ModelSpec, places: ModelParameters[Place]
+) -> ModelParameters[Place]:
+    """Return the same places, with the matrices of feed-forward layers kept in FP8.
+
+    Raises:
+        UnsupportedModelError: a layer has experts.
+    """
+    if spec.experts is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.model_dir}: weights are kept in FP8 in models without experts only; set "
+            "weight_dtype to auto"
+        )
+    return replace(places, layers=tuple(map(_layer_with_fp8, places.layers)))
+
+
+def _layer_with_fp8(layer: LayerParameters[Place]) -> LayerParameters[Place]:
+    assert layer.gate_up is not None, "a layer without an MLP"
+    assert layer.down is not None, "a layer without an MLP"
+    gate_up, gate_up_scales = in_fp8(layer.gate_up)
+    down, down_scales = in_fp8(layer.down)
+    return replace(
+        layer,
+        gate_up=gate_up,
+        gate_up_scales=gate_up_scales,
+        down=down,
+        down_scales=down_scales,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightSizes:
     """Weights that the first of an instance's ranks loads."""
@@ -88,6 +126,7 @@ def load_network(
     all_reduce: AllReduce | None = None,
     packed: bool = False,
     rounds_kv: bool = False,
+    fp8: bool = False,
 ) -> Network:
     """Load one tensor-parallel rank's shard of a Hugging Face checkpoint, tensor by tensor.
 
@@ -99,9 +138,12 @@ def load_network(
             sum; needed when `tp_size` > 1. A callable keeps collectives out of this package.
         packed: whether products of few rows matter most, as in decoding (`Network.of`).
         rounds_kv: whether keys and values are rounded to what 8 bits hold.
+        fp8: whether matrices of feed-forward layers are kept in FP8, with a scale for each row of
+            this rank's part (`csps.kernels.rowwise_fp8`).
 
     Raises:
-        UnsupportedModelError: the architecture, or a feature of it, is not supported.
+        UnsupportedModelError: the architecture, or a feature of it, is not supported, or the device
+            cannot multiply FP8.
         MissingTensorError: a tensor that the architecture needs is not there.
         CheckpointError: anything else that is wrong with the directory.
     """
@@ -115,6 +157,7 @@ def load_network(
             all_reduce=all_reduce,
             packed=packed,
             rounds_kv=rounds_kv,
+            fp8=fp8,
         )
 
 
@@ -128,6 +171,7 @@ def read_network(
     all_reduce: AllReduce | None = None,
     packed: bool = False,
     rounds_kv: bool = False,
+    fp8: bool = False,
 ) -> Network:
     """Load a network as `load_network` does, from a checkpoint that is open already."""
     if tp_size > 1 and all_reduce is None:
@@ -137,14 +181,44 @@ def read_network(
     spec = read_spec(checkpoint.model_dir, checkpoint.overrides)
     shard = tp_shard_of(spec, tp_rank, tp_size)
     places = _places(checkpoint, spec, shard)
+    if fp8:
+        places = _with_fp8(checkpoint, spec, places)
+        _check_device(spec, shard, torch.device(device), dtype)
     _log_quantized(_sizes(checkpoint, places, dtype), dtype)
     # All tensors before any is read: otherwise malloc places some between the temporary ones of
     # dequantization, whose holes then stay. Pages that nobody has written take no memory.
     parameters = places.map(lambda place: empty(place, dtype, device))
     for place, parameter in zip(places, parameters, strict=True):
-        checkpoint.read(place, parameter)
+        if place[0].kept == "floats":
+            checkpoint.read(place, parameter)
+    for layer_places, layer in zip(places.layers, parameters.layers, strict=True):
+        for source, matrix, scales in (
+            (layer_places.gate_up, layer.gate_up, layer.gate_up_scales),
+            (layer_places.down, layer.down, layer.down_scales),
+        ):
+            if source is not None and matrix is not None and scales is not None:
+                checkpoint.read_fp8(source, matrix, scales)
     reduce = all_reduce if tp_size > 1 else None
     return Network.of(spec, shard, parameters, reduce, packed=packed, rounds_kv=rounds_kv)
+
+
+def _check_device(
+    spec: ModelSpec, shard: TpShard, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise UnsupportedModelError if a device cannot multiply a rank's matrices in FP8."""
+    if device.type != "cuda":
+        return
+    sides = spec.hidden, len(shard.intermediate)
+    reason = unsupported_device(device)
+    if reason is None and dtype != torch.bfloat16:
+        reason = f"products in FP8 have the type bfloat16, and dtype is {dtype}"
+    if reason is None and any(side % ALIGNMENT for side in sides):
+        reason = (
+            f"a rank's feed-forward matrices have sides of {sides[0]} and {sides[1]}, which must "
+            f"be multiples of {ALIGNMENT}"
+        )
+    if reason is not None:
+        raise UnsupportedModelError(f"weight_dtype: fp8: {reason}; set weight_dtype to auto")
 
 
 def _log_quantized(sizes: WeightSizes, dtype: torch.dtype) -> None:
@@ -180,6 +254,7 @@ def measure_weights(
     *,
     dtype: torch.dtype = torch.float32,
     tp_size: int = 1,
+    fp8: bool = False,
 ) -> WeightSizes:
     """Measure the weights of the first of `tp_size` ranks; read none.
 
@@ -194,6 +269,8 @@ def measure_weights(
     shard = tp_shard_of(spec, 0, tp_size)
     with open_checkpoint(model_dir, overrides) as checkpoint:
         places = _places(checkpoint, spec, shard)
+        if fp8:
+            places = _with_fp8(checkpoint, spec, places)
         return _sizes(checkpoint, places, dtype)
 
 
@@ -201,9 +278,10 @@ def _sizes(
     checkpoint: Checkpoint, places: ModelParameters[Place], dtype: torch.dtype
 ) -> WeightSizes:
     counts = [(checkpoint.count(place), memory_dtype(place, dtype).itemsize) for place in places]
+    scales = sum(checkpoint.count(place) for place in places if place[0].kept == "scales")
     stored = _stored(checkpoint, places)
     return WeightSizes(
-        parameters=sum(count for count, _ in counts),
+        parameters=sum(count for count, _ in counts) - scales,
         loaded_bytes=sum(count * size for count, size in counts),
         stored_bytes=sum(checkpoint.weights.bytes_of(part) for part in _parts(stored)),
         quantized=tuple(sorted({tensor.format for tensor in stored} - set(FLOATS))),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from csps.kernels.rowwise_fp8 import ALIGNMENT, LEAST_CAPABILITY
 from csps.models.checkpoints.stored_tensor import FLOATS, FORMATS
 from csps.models.network.checkpoint_json import OVERRIDABLE, CheckpointJson
 from csps.models.network.rope import SCALINGS
@@ -100,6 +101,25 @@ not quantized. A rank takes the memory of `dtype`, however small the files are. 
 and `csps serve` say how much before anything is loaded.
 
 {formats}
+
+### Kept in FP8
+
+`weight_dtype: fp8` (`csps serve --quantization fp8`) keeps the matrices of feed-forward layers in
+FP8 (E4M3) with a scale for each row, a byte for each number, as Context Parallelism does. Before a
+product, each token is quantized with a scale of its own. Tests hold the result to a computation
+from this definition.
+
+- **Files** that hold FP8 with a scale for each tensor or row are kept bit for bit. All others are
+  rounded to FP8 while they are read, FP8 in blocks for the second time.
+- **GPUs** multiply FP8 (`torch._scaled_mm`) from compute capability {capability} on, with
+  `dtype: bfloat16` and matrices whose sides are multiples of {alignment}. Others are refused when
+  ranks start. No GPU has run it yet.
+- **CPUs** compute the same product in fp32. That saves memory and costs time.
+- **Models with experts** are refused.
+- **With `tp`**, each rank has a scale for its part of a row, unless the files have one, and for its
+  part of a token between the two products. So logits differ a little between values of `tp`.
+
+`csps eval --weight-dtype fp8` measures what a model loses.
 """
 
 NEAR_KV = """\
@@ -184,7 +204,12 @@ def models_page() -> str:
         INTRODUCTION,
         _table(("class", "such as", "layers", "limits"), served),
         LONGER.format(scalings=_listed(SCALINGS), keys=_listed(OVERRIDABLE)),
-        QUANTIZED.format(floats=_listed(FLOATS), formats=_formats()),
+        QUANTIZED.format(
+            floats=_listed(FLOATS),
+            formats=_formats(),
+            capability=".".join(map(str, LEAST_CAPABILITY)),
+            alignment=ALIGNMENT,
+        ),
         _near_kv(),
         REFUSED_TEXT,
         _table(("class", "because"), refused),

@@ -121,6 +121,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     read: Callable[[tuple[slice, ...], int | None], Tensor]
     """Function that returns the numbers at slices of rows and columns, of one matrix of a stack."""
+    read_fp8: Callable[[tuple[slice, ...]], tuple[Tensor, Tensor]] | None = None
+    """Function that returns FP8 numbers as stored, and the scale of each row; None where rows have
+    no scale of their own, or numbers are not FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +201,17 @@ class WeightFiles:
             numbers: Tensor = stored[at].to(scale.dtype)
             return numbers.mul_(scale)
 
-        return StoredTensor(parts=(name, scale_name), format="FP8", shape=shape, read=read)
+        def read_fp8(at: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+            numbers: Tensor = stored[at]
+            return numbers, scales.at(at).float().expand(len(numbers), 1)
+
+        return StoredTensor(
+            parts=(name, scale_name),
+            format="FP8",
+            shape=shape,
+            read=read,
+            read_fp8=read_fp8 if scales.columns >= shape[1] else None,
+        )
 
     def _packed(self, name: str) -> StoredTensor:
         packed_name, scale_name = f"{name}_packed", f"{name}_scale"

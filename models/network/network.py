@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from csps.kernels.quantized_kv import round_kv
+from csps.kernels.rowwise_fp8 import rowwise_product
 from csps.models.network.experts import add_experts, gated, route, row_products, summable
 from csps.models.network.parameters import ExpertParameters, LayerParameters, ModelParameters
 from csps.models.network.rope import Rotary, rotary_at, rotate
@@ -162,9 +163,9 @@ class Layer:
         if weights.gate_up is None or weights.down is None:
             out_td.zero_() if residual_td is None else out_td.copy_(residual_td)
             return
-        gate_up = _linear(normed_td, weights.gate_up, weights.gate_up_bias)
+        gate_up = _linear(normed_td, weights.gate_up, weights.gate_up_bias, weights.gate_up_scales)
         activated = gated(gate_up, self.spec.activation)
-        self._add_product(residual_td, activated, weights.down, out_td)
+        self._add_product(residual_td, activated, weights.down, out_td, weights.down_scales)
 
     def _add_experts(
         self, normed_td: Tensor, experts: ExpertParameters[Tensor], out_td: Tensor
@@ -198,11 +199,16 @@ class Layer:
         return self.all_reduce is None and post_norm_d is None
 
     def _add_product(
-        self, residual_td: Tensor | None, inputs: Tensor, weight: Tensor, out_td: Tensor
+        self,
+        residual_td: Tensor | None,
+        inputs: Tensor,
+        weight: Tensor,
+        out_td: Tensor,
+        scales_o1: Tensor | None = None,
     ) -> None:
         """Write this rank's part of a row-parallel product, with the residual if there is one."""
-        if weight.is_mkldnn:
-            product_td = _linear(inputs, weight)
+        if weight.is_mkldnn or scales_o1 is not None:
+            product_td = _linear(inputs, weight, None, scales_o1)
             if residual_td is None:
                 out_td.copy_(product_td)
             else:
@@ -348,8 +354,13 @@ def _packable(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def _linear(x_ti: Tensor, weight: Tensor, bias_o: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` with a matrix that may be packed."""
+def _linear(
+    x_ti: Tensor, weight: Tensor, bias_o: Tensor | None = None, scales_o1: Tensor | None = None
+) -> Tensor:
+    """Compute `F.linear` with a matrix that may be packed, or in FP8 and has scales."""
+    if scales_o1 is not None:
+        product_to = rowwise_product(x_ti, weight, scales_o1)
+        return product_to if bias_o is None else product_to.add_(bias_o)
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x_ti, weight, bias_o, "none", [], "")
         return product

@@ -6,7 +6,7 @@ tensor, and the network computes with the result.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -27,6 +27,9 @@ class TensorBlock:
     """Bytes of a number in memory, if the serving dtype has fewer: 4 or 8."""
     transposed: bool = False
     """True if files that hold floats have the columns of each matrix as rows."""
+    kept: Literal["floats", "fp8", "scales"] = "floats"
+    """What a rank keeps: floats, or FP8 numbers and, in a place of their own, their rows'
+    scales."""
 
 
 Place = tuple[TensorBlock, ...]
@@ -74,7 +77,10 @@ class LayerParameters(Generic[T]):
     gate_up: T | None = None
     """Gates, then ups, of the MLP that every token passes: a dense layer's, or the shared
     experts'."""
+    gate_up_scales: T | None = None
+    """Scale of each row, where the numbers are FP8."""
     down: T | None = None
+    down_scales: T | None = None
     experts: ExpertParameters[T] | None = None
     """Experts that some tokens pass, besides that MLP or instead of it."""
     qkv_bias: T | None = None
@@ -177,6 +183,14 @@ def columns(tensor: str, shape: tuple[int, int], wanted: range) -> Place:
 def precise(place: Place, least_bytes: int) -> Place:
     """Return the same place, to be read as fp32 (4 bytes) or fp64 (8) if the dtype is shorter."""
     return tuple(replace(block, least_bytes=least_bytes) for block in place)
+
+
+def in_fp8(place: Place) -> tuple[Place, Place]:
+    """Return the places of a matrix that is kept in FP8, and of its rows' scales."""
+    return (
+        tuple(replace(block, kept="fp8") for block in place),
+        tuple(replace(block, kept="scales") for block in place),
+    )
 
 
 def _block(tensor: str, shape: tuple[int, ...], wanted: range) -> TensorBlock:

@@ -140,6 +140,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         window_slots=window_slots(role, settings),
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
+        weight_dtype=settings.weight_dtype,
         device=resolve_device(settings.device, section.num_gpus),
         threads=section.threads,
         host=host,

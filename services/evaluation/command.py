@@ -122,6 +122,7 @@ def _measure(
         arguments.model,
         getattr(torch, arguments.dtype),
         rounds_kv=arguments.kv_dtype == "int8",
+        fp8=arguments.weight_dtype == "fp8",
     )
     count = model.count if _is_counted(evaluation.filler) else None
     output = {
@@ -240,6 +241,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     models.add_argument(
         "--kv-dtype", choices=("auto", "int8"), default="auto", help="form of KV (%(default)s)"
+    )
+    models.add_argument(
+        "--weight-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="form of feed-forward weights (%(default)s)",
     )
     models.add_argument("--threads", type=int, help="threads of torch, in this process")
     models.add_argument("--base-url", help="ask this server instead, e.g. http://127.0.0.1:8000")

@@ -67,16 +67,20 @@ class LocalModel:
         overrides: Mapping[str, Any] | None = None,
         *,
         rounds_kv: bool = False,
+        fp8: bool = False,
     ) -> LocalModel:
         """Load a checkpoint folder.
 
         Args:
             overrides: values that replace those of its config.json.
             rounds_kv: whether keys and values are rounded to what 8 bits hold.
+            fp8: whether feed-forward layers have weights in FP8.
         """
         # The tokenizers library's own class, because it returns the offsets of tokens in the text.
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        network = load_network(folder, overrides=overrides, dtype=dtype, rounds_kv=rounds_kv)
+        network = load_network(
+            folder, overrides=overrides, dtype=dtype, rounds_kv=rounds_kv, fp8=fp8
+        )
         return cls(network, tokenizer, frozenset(read_eos_token_ids(folder)))
 
     @cached_property

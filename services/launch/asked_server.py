@@ -120,6 +120,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "served_model_name": _only_name(arguments.served_model_name),
         "dtype": DTYPES.get(arguments.dtype),
         "kv_dtype": arguments.kv_cache_dtype,
+        "weight_dtype": arguments.quantization,
         "max_positions": arguments.max_model_len,
         "model_overrides": _overrides(arguments),
         "chat_template": arguments.chat_template,

@@ -33,7 +33,9 @@ def check_model(settings: Settings) -> None:
     with one_line("model"):
         read_spec(settings.model_dir, settings.model_overrides)
         Tokenizer(settings.model_dir)
-        measure_weights(settings.model_dir, settings.model_overrides)
+        measure_weights(
+            settings.model_dir, settings.model_overrides, fp8=settings.weight_dtype == "fp8"
+        )
     check_settings(settings)
     for role in settings.gangs:
         rank_weights(role, settings)
@@ -66,6 +68,7 @@ def dequantization(settings: Settings) -> list[str]:
                 f"weights are stored as {', '.join(sizes.quantized)} in "
                 f"{sizes.stored_bytes / GIB:.1f} GiB; each {role} rank keeps "
                 f"{sizes.loaded_bytes / GIB:.1f} GiB of {settings.dtype}"
+                f"{' and FP8' if settings.weight_dtype == 'fp8' else ''}"
             )
     return lines
 

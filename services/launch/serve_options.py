@@ -22,6 +22,7 @@ from csps.services.settings.vllm_options import (
     REASONING,
     REFUSED,
     TOOL_FORMATS,
+    WEIGHT_DTYPES,
     canonical,
 )
 
@@ -87,6 +88,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         type=_parser_of(KV_DTYPES),
         metavar="FORM",
         help="form of KV: auto is that of --dtype, int8 has 8 bits and is for CPUs",
+    )
+    group.add_argument(
+        "--quantization",
+        type=_parser_of(WEIGHT_DTYPES),
+        metavar="FORM",
+        help="form of feed-forward weights: fp8 has a scale for each row (default: that of "
+        "--dtype, also if the checkpoint is quantized)",
     )
     group.add_argument(
         "--max-model-len",

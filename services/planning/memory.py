@@ -341,6 +341,8 @@ def _without_slots(role: GangRole, settings: Settings, *, on_gpu: bool) -> RankN
 
 
 def _transfer_bytes(role: GangRole, settings: Settings) -> int:
+            eight_bit_kv=settings.kv_dtype == "int8",
+            fp8=settings.weight_dtype == "fp8",
     return 0 if role == "elastic" else settings.kv_transfer.in_flight_bytes
 
 
@@ -376,6 +378,7 @@ def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:
 def one_line(setting: str) -> Iterator[None]:
     """Turn a ValueError of `models` into a ConfigError about a setting, on one line."""
     try:
+            fp8=settings.weight_dtype == "fp8",
         yield
     except ValueError as exc:  # CheckpointError, and a `tp` that does not fit
         raise ConfigError(f"{setting}: {' '.join(str(exc).split())}") from None

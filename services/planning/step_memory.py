@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from csps.actors.attention.base.yield_points import block_rows
 from csps.actors.attention.step_points import MLP_ROWS
+from csps.kernels.quantized_kv import INT8, row_width
 from csps.models.network.network import CPU_BLOCK_TOKENS, EXPERT_BLOCK_TOKENS, GPU_BLOCK_TOKENS
 from csps.models.network.spec import ModelSpec, TpShard, tp_shard_of
 
@@ -31,11 +32,15 @@ class StepMemory:
     element: int
     """Bytes of a number."""
     on_gpu: bool
+    eight_bit_kv: bool = False
+    fp8: bool = False
+    """True if tokens are multiplied in FP8 in feed-forward layers."""
 
     def bytes(self, tokens: int) -> int:
         """Return the bytes that a step of so many tokens has at once, in its largest phase."""
         phases = (
             self._projection(tokens),
+            self._storing(tokens),
             self._exchange(tokens),
             self._attention(tokens),
             self._output(tokens),
@@ -67,8 +72,12 @@ class StepMemory:
     @property
     def _qkv(self) -> int:
         """Bytes of a token's queries, keys and values."""
-        keys = self.element * len(self._shard.kv_heads) * self.spec.head_dim
-        return self._queries + 2 * keys
+        return self._queries + 2 * self.element * self._keys
+
+    @property
+    def _keys(self) -> int:
+        """Numbers of a token's keys, or of its values."""
+        return len(self._shard.kv_heads) * self.spec.head_dim
 
     @property
     def _gathered(self) -> int:
@@ -100,8 +109,21 @@ class StepMemory:
         last = self._qkv if tokens > self._block(tokens) else 0
         normed = max(self._norm(self.spec.hidden), self._stream + self._qkv)
         normed_heads = self._norm(self._queries // self.element) if self.spec.qk_norm else 0
-        block = max(last + normed, self._qkv + normed_heads)
+        rounded = 2 * self._divided(self._keys) if self.eight_bit_kv else 0
+        block = max(last + normed, self._qkv + max(normed_heads, rounded))
         return tokens * (self._kept + self._qkv) + self._block(tokens) * block
+
+    def _storing(self, tokens: int) -> int:
+        """Count keys in 8 bits, and values as they become such."""
+        if not self.eight_bit_kv:
+            return 0
+        stored = len(self._shard.kv_heads) * row_width(self.spec.head_dim, INT8)
+        return tokens * (self._kept + self._qkv + 2 * stored + self._divided(self._keys))
+
+    def _divided(self, numbers: int) -> int:
+        """Return the bytes of so many numbers while they are divided by scales in fp32."""
+        # On a CPU torch copies shorter numbers to fp32 first.
+        return _FP32 * numbers * (1 if self.on_gpu or self.element == _FP32 else 2)
 
     def _exchange(self, tokens: int) -> int:
         """Count own rows with all heads, those that leave, and all rows that arrive."""
@@ -153,7 +175,18 @@ class StepMemory:
         gate where the activation needs one."""
         products = 2 if self.spec.activation == "silu" else 3
         product = products * self.element * len(width)
-        return self._stream + max(self._norm(self.spec.hidden), product)
+        quantized = 0
+        if self.fp8:
+            # In fp32 on the way to FP8, and on a CPU back again.
+            most, later = _FP32 + 1, 1 if self.on_gpu else _FP32
+            gate_up = 2 * self.element * len(width)
+            quantized = max(
+                most * self.spec.hidden,
+                later * self.spec.hidden + gate_up,
+                gate_up + most * len(width),
+                gate_up + later * len(width) + self._stream,
+            )
+        return self._stream + max(self._norm(self.spec.hidden), product, quantized)
 
     def _experts(self) -> int:
         """Return the bytes of a token in a layer of experts.

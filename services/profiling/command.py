@@ -278,6 +278,7 @@ def _accuracy(
         getattr(torch, settings.dtype),
         settings.model_overrides,
         rounds_kv=settings.kv_dtype == "int8",
+        fp8=settings.weight_dtype == "fp8",
     )
     rounds = -(-arguments.questions // ROUND)
     AccuracyProfile(base, model, points, _say, limit_s=limit_s, rounds=rounds).run()

@@ -286,6 +286,7 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
             window_slots=window_slots(role, settings),
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
+            weight_dtype=settings.weight_dtype,
             device=resolve_device(settings.device, section.num_gpus),
             threads=section.threads,
             location=f"0-0-{first + rank}",

@@ -54,6 +54,7 @@ async def measure_phases(base: ScalingInformationBase, settings: Settings, *, qu
         str(settings.model_dir),
         settings.dtype,
         settings.kv_dtype,
+        settings.weight_dtype,
         resolve_device(settings.device, gang.num_gpus),
         str(gang.threads),
         str(gang.tp),

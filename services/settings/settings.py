@@ -463,6 +463,9 @@ class Settings(SettingsSection):
     kv_dtype: Literal["auto", "int8"] = "auto"
     """Form of KV in memory. `auto` is `dtype`; `int8` is 8 bits with a scale for each token and KV
     head, on CPUs only."""
+    weight_dtype: Literal["auto", "fp8"] = "auto"
+    """Form of the matrices of feed-forward layers in memory. `auto` is `dtype`; `fp8` is FP8 with a
+    scale for each row, by which tokens are multiplied in FP8 as well."""
     quantum_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     """About how long a rank computes a prefill step before it turns to other waiting work: a
     high-priority step, or a decode iteration of its own."""
@@ -531,6 +534,15 @@ class Settings(SettingsSection):
         return self
 
     @property
+    @model_validator(mode="after")
+    def _fp8_has_results_in_bf16(self) -> Self:
+        if self.weight_dtype == "fp8" and self._on_gpus and self.dtype != "bfloat16":
+            raise ValueError(
+                f"weight_dtype: fp8 needs dtype: bfloat16 on GPUs, not {self.dtype}: set dtype to "
+                "bfloat16, or weight_dtype to auto"
+            )
+        return self
+
     def _on_gpus(self) -> bool:
         """Return whether ranks are to compute on GPUs."""
         return any(gang.num_gpus for gang in self.gangs.values()) and self.device != "cpu"
@@ -696,8 +708,11 @@ class Settings(SettingsSection):
 
     @property
     def number_types(self) -> str:
-        """`dtype`, with the form of KV if it is another one: what measurements depend on."""
-        return self.dtype if self.kv_dtype == "auto" else f"{self.dtype}, KV {self.kv_dtype}"
+        """`dtype`, with the forms of KV and weights if they are others: what measurements depend
+        on."""
+        kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
+        weights = "" if self.weight_dtype == "auto" else f", weights {self.weight_dtype}"
+        return f"{self.dtype}{kv}{weights}"
 
     @property
     def model_name(self) -> str:

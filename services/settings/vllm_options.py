@@ -18,6 +18,7 @@ OURS: Mapping[str, str] = {
     "api-key": "api_keys_file",
     "dtype": "dtype",
     "kv-cache-dtype": "kv_dtype",
+    "quantization": "weight_dtype",
     "max-model-len": "max_positions",
     "tensor-parallel-size": "prefill.tp and decode.tp",
     "gpu-memory-utilization": "gpu_memory_utilization",
@@ -46,6 +47,11 @@ KV_DTYPES: Mapping[str, str] = {
     "int8_per_token_head": "int8",
 }
 """The setting `kv_dtype` by vLLM's names."""
+WEIGHT_DTYPES: Mapping[str, str] = {
+    "fp8": "fp8",
+    "ptpc_fp8": "fp8",
+}
+"""The setting `weight_dtype` by vLLM's names."""
 TOOL_FORMATS: Mapping[str, str] = {
     "hermes": "hermes",
     "llama3_json": "llama3",
@@ -165,10 +171,6 @@ REFUSED: Mapping[str, str] = {
     "trust-remote-code": (
         "no code from a checkpoint is ever run: its architecture must be one that csps implements. "
         "Drop the option; check-config says if the model is served without it"
-    ),
-    "quantization": (
-        "weights are dequantized while they are read if the checkpoint says that they are "
-        "quantized, and never quantized here; drop the option"
     ),
     "kv-cache-dtype-skip-layers": "all layers keep KV in one form (kv_dtype)",
     "calculate-kv-scales": (

@@ -761,7 +761,13 @@ def _fingerprint(model_dir: Path) -> str:
     with open_checkpoint(model_dir) as checkpoint:
         alone: Any = _Alone()
         return model_fingerprint(
-            checkpoint, alone, dtype="float32", kv_dtype="auto", device="cpu", threads=1
+            checkpoint,
+            alone,
+            dtype="float32",
+            kv_dtype="auto",
+            weight_dtype="auto",
+            device="cpu",
+            threads=1,
         )
 
 

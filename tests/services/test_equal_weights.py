@@ -58,9 +58,12 @@ async def test_one_different_weight_makes_another_model(
     assert trouble.startswith("prefill and decode serve different models: model_fingerprint ")
 
 
-async def test_another_form_of_kv_makes_another_model(tiny_llama: Path, tmp_path: Path) -> None:
-    """Bytes pass from pool to pool as they are."""
-    other = replace(plan(tiny_llama, "decode"), kv_dtype="int8")
+@pytest.mark.parametrize("form", [{"kv_dtype": "int8"}, {"weight_dtype": "fp8"}])
+async def test_another_form_of_numbers_makes_another_model(
+    tiny_llama: Path, tmp_path: Path, form: dict[str, str]
+) -> None:
+    """Bytes of KV pass from pool to pool as they are, and other weights compute other KV."""
+    other = replace(plan(tiny_llama, "decode"), **form)  # type: ignore[arg-type]
     async with (
         thread_gang(plan(tiny_llama, "prefill")) as prefill,
         thread_gang(other) as decode,

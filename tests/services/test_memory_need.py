@@ -31,7 +31,11 @@ def allocated(config: Settings, section: Any) -> tuple[int, int]:
     """Return the bytes of weights and of the KV pool of one rank, as it allocates them."""
     dtype = getattr(torch, config.dtype)
     network = load_network(
-        config.model_dir, tp_size=section.tp, dtype=dtype, all_reduce=lambda tensor: tensor
+        config.model_dir,
+        tp_size=section.tp,
+        dtype=dtype,
+        all_reduce=lambda tensor: tensor,
+        fp8=config.weight_dtype == "fp8",
     )
     seen = {network.embedding_vd.data_ptr(): network.embedding_vd}
     tensors = [network.head_vd, network.norm_d]

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from free_ports import free_port
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import make_checkpoint
 
 from csps.cli import main
 from csps.services.launch import ray_head
@@ -120,6 +121,13 @@ def test_quantized_weights_are_announced(
     for role in ("prefill", "decode"):
         line = f"weights are stored as FP8 in 0.0 GiB; each {role} rank keeps 0.0 GiB of bfloat16"
         assert line in said
+
+
+def test_experts_in_fp8_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "model", "qwen3_moe")
+    capsys.readouterr()  # transformers shows its progress
+    error = refusal("check-config", config_of(tmp_path / "model", weight_dtype="fp8"), capsys)
+    assert "models without experts only; set weight_dtype to auto" in error
 
 
 def test_transfer_memory_below_one_token_is_refused(

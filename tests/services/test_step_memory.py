@@ -75,6 +75,7 @@ async def compute_prompt(plan: GangPlan) -> None:
         await cell.prefilled(cell.submit(step, request.prompt))
 
 
+Forms = dict[str, str]
 CASES = [
     ("llama", {}, "float32", 1, 1),
     ("llama", {}, "bfloat16", 1, 1),
@@ -97,7 +98,23 @@ CASES = [
 def test_temporaries_are_what_a_step_allocates(
     family: str, config: dict[str, int], dtype: str, instances: int, tp: int, tmp_path: Path
 ) -> None:
-    planned, allocated = temporaries(tmp_path, family, config, dtype, instances, tp)
+    planned, allocated = temporaries(tmp_path, family, config, dtype, instances, tp, {})
+    assert 0.95 < planned / allocated < 1.08
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("config", "forms"),
+    [
+        ({}, {"kv_dtype": "int8"}),
+        ({"num_key_value_heads": 8, "intermediate_size": 96}, {"kv_dtype": "int8"}),
+        ({"intermediate_size": 8192}, {"weight_dtype": "fp8"}),
+    ],
+)
+def test_temporaries_of_eight_bits(
+    config: dict[str, int], forms: Forms, dtype: str, tmp_path: Path
+) -> None:
+    planned, allocated = temporaries(tmp_path, "llama", config, dtype, 1, 1, forms)
     assert 0.95 < planned / allocated < 1.08
 
 
@@ -105,12 +122,18 @@ def test_temporaries_are_what_a_step_allocates(
 def test_every_expert_may_get_all_tokens(family: str, tmp_path: Path) -> None:
     """The experts of a random model get many, and the planner says how many bytes suffice."""
     width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
-    planned, allocated = temporaries(tmp_path, family, {width: 2048}, "float32", 1, 1)
+    planned, allocated = temporaries(tmp_path, family, {width: 2048}, "float32", 1, 1, {})
     assert 1 < planned / allocated < 2
 
 
 def temporaries(
-    model: Path, family: str, config: dict[str, int], dtype: str, instances: int, tp: int
+    model: Path,
+    family: str,
+    config: dict[str, int],
+    dtype: str,
+    instances: int,
+    tp: int,
+    forms: Forms,
 ) -> tuple[int, int]:
     """Return the bytes that a step is planned to have at once on a rank, and those it has."""
     make_checkpoint(model, family, **{**SHAPE, **config})
@@ -121,6 +144,7 @@ def temporaries(
         tp=tp,
         kv_slots=TOKENS,
         dtype=dtype,
+        **forms,  # type: ignore[arg-type]
     )
     with watched() as peaks:
         asyncio.run(compute_prompt(plan))
@@ -130,5 +154,7 @@ def temporaries(
         tp=tp,
         element=getattr(torch, dtype).itemsize,
         on_gpu=False,
+        eight_bit_kv="kv_dtype" in forms,
+        fp8="weight_dtype" in forms,
     )
     return memory.bytes(TOKENS), peaks[0]

@@ -118,6 +118,11 @@ def test_kv_has_a_form_of_its_own(text: str, form: str) -> None:
     assert parsed(f"needle --kv-cache-dtype {text}").args["kv_dtype"] == form
 
 
+@pytest.mark.parametrize("text", ["fp8", "ptpc_fp8"])
+def test_weights_have_a_form_of_their_own(text: str) -> None:
+    assert parsed(f"needle --quantization {text}").args["weight_dtype"] == "fp8"
+
+
 def test_a_form_of_kv_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parsed("needle --kv-cache-dtype fp8")

@@ -45,7 +45,7 @@ LINES = [
     Line(
         "docs: api/cli/serve",
         "TheBloke/Llama-2-13B-AWQ \\\n  --quantization awq",
-        refused="--quantization: weights are dequantized while they are read",
+        refused="--quantization: the format 'awq' is not known here; known: fp8, ptpc_fp8",
     ),
     Line(
         "docs: api/cli/serve",
