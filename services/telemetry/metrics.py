@@ -301,6 +301,12 @@ class Metrics:
         )
         gauge("num_requests_waiting", "Requests in the waiting queue.", lambda: load.counts.waiting)
         gauge("ready", "1 if all gangs are attached.", lambda: load.ready)
+        gauge(
+            "kv_window_usage_perc",
+            "Fraction of the slots of layers with a window in use or reserved, where these layers "
+            "have slots of their own; 1 is all.",
+            lambda: load.counts.window_kv,
+        )
         name, help_text = (
             "kv_cache_usage_perc",
             "Fraction of KV slots in use or reserved; 1 is all.",

@@ -282,7 +282,7 @@ def _accepts(check: Callable[..., object], *arguments: object) -> bool:
 
 
 class _Load:
-    counts = Counts(0, 0, 0.0, 0.0)
+    counts = Counts(0, 0, 0.0, 0.0, 0.0)
     ready = True
 
 

@@ -19,7 +19,7 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 class Load:
-    counts = SchedulerCounts(running=0, waiting=0, prefill_kv=0.0, decode_kv=0.0)
+    counts = SchedulerCounts(running=0, waiting=0, prefill_kv=0.0, decode_kv=0.0, window_kv=0.0)
     ready = True
 
 

@@ -90,6 +90,32 @@ async def test_windows(tmp_path: Path) -> None:
         await cell.settled()
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+async def test_windows_with_slots_of_their_own(tmp_path: Path, family: str) -> None:
+    """The last window is sent as bytes, and positions of an answer take its slots in turns."""
+    window, kinds = 7, ["sliding_attention", "full_attention"] * 2
+    model = make_checkpoint(
+        tmp_path, family, sliding_window=window, num_hidden_layers=4, layer_types=kinds
+    )
+    near = {"prefill": 2, "decode": 2, "window_slots": window}
+    async with thread_cell(model, **near, kv_dtype="int8") as cell:  # type: ignore[arg-type]
+        for sequence_id, length in enumerate((40, 5, 23), start=1):
+            request = Request(
+                sequence_id=sequence_id,
+                prompt=prompt_of(length, length),
+                slices=even_slices(length, [0, 1]),
+                sampling=Sampling(temperature=0, max_tokens=20),
+            )
+            (tokens,) = await cell.generate(request, group=(0, 1))
+            assert tokens == rounded_greedy(model, request.prompt.tolist(), 20)
+            await cell.freed(sequence_id)
+        for rank in cell.decode_gang.ranks:
+            pool = rank.engine.pool
+            assert [len(pool.layer(layer)[0]) for layer in range(4)] == [window, 4096] * 2
+            assert pool.layer(0)[0].dtype == INT8
+        cell.check_idle()
+
+
 async def test_bytes_pass_between_gangs_as_they_are(tiny_llama: Path) -> None:
     prompt = prompt_of(40, 1)
     request = Request(

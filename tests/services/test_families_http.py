@@ -148,7 +148,9 @@ async def test_answers_are_the_same_where_windows_have_slots_of_their_own(
         reuse=True,
     ) as server:
         prompts = [random_tokens(length, seed=length) for length in (20, 63, 64, 150, 700)]
-        answers = await asyncio.gather(*(ask(server, prompt) for prompt in prompts))
+        asking = asyncio.gather(*(ask(server, prompt) for prompt in prompts))
+        await eventually(lambda: server.service.counts.window_kv > 0)
+        answers = await asking
         for answer, prompt in zip(answers, prompts, strict=True):
             check(answer, prompt)
         for turn in range(2):
@@ -159,6 +161,7 @@ async def test_answers_are_the_same_where_windows_have_slots_of_their_own(
             prompts.append(longer)
         instances = server.service._scheduler._gangs.instances.values()
         await eventually(lambda: not any(instance.window_used for instance in instances))
+        assert server.service.counts.window_kv == 0
         for rank in server.gangs[1].ranks:
             near = rank.engine.pool.window_slots
             assert near is not None

@@ -221,7 +221,7 @@ def test_what_goes_wrong_is_counted_by_reason() -> None:
 
 
 class FakeLoad:
-    counts = SchedulerCounts(running=3, waiting=2, prefill_kv=0.25, decode_kv=0.5)
+    counts = SchedulerCounts(running=3, waiting=2, prefill_kv=0.25, decode_kv=0.5, window_kv=0.75)
     ready = True
 
 
@@ -248,6 +248,7 @@ def test_gauges_are_read_when_scraped() -> None:
     load.counts = load.counts._replace(waiting=7)
     assert value(metrics, "num_requests_waiting") == 7
     assert value(metrics, "kv_cache_usage_perc", role="decode") == 0.5
+    assert value(metrics, "kv_window_usage_perc") == 0.75
     assert value(metrics, "ready") == 1
 
 

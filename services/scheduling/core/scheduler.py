@@ -74,6 +74,9 @@ class SchedulerCounts(NamedTuple):
     """Fraction of taken KV slots of the gangs that may prefill, without slots of retained KV that
     nobody reads; 0 without such a gang."""
     decode_kv: float
+    window_kv: float
+    """Fraction of taken slots of the layers with a window that have slots of their own; 0 without
+    such layers."""
 
 
 class SchedulerLook(NamedTuple):
@@ -263,6 +266,7 @@ class Scheduler:
             decode_kv=_usage(
                 instance for gang in gangs if gang.may_decode for instance in gang.instances
             ),
+            window_kv=_window_usage(instance for gang in gangs for instance in gang.instances),
         )
 
     def look(self, most_waiting: int) -> SchedulerLook:
@@ -356,6 +360,14 @@ def _usage(instances: Iterable[Instance]) -> float:
         used += instance.capacity - instance.free_slots
         capacity += instance.capacity
     return used / capacity if capacity else 0.0
+
+
+def _window_usage(instances: Iterable[Instance]) -> float:
+    used = slots = 0
+    for instance in instances:
+        used += instance.window_used
+        slots += instance.window_slots
+    return used / slots if slots else 0.0
 
 
 class RequestEvents:

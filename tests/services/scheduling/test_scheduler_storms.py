@@ -60,7 +60,7 @@ def storm(seed: int, deadlines: SchedulerDeadlines | None = None, window: int = 
     cell.play(requests=25, turns=120)
     counts = scheduler.counts
     assert (counts.running, counts.waiting) == (0, 0)
-    assert (counts.prefill_kv, counts.decode_kv) == (0.0, 0.0)
+    assert (counts.prefill_kv, counts.decode_kv, counts.window_kv) == (0.0, 0.0, 0.0)
     return cell
 
 
