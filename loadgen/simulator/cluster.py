@@ -106,6 +106,8 @@ class ClusterModel:
     layers: int = 1
     attention: AttentionShape | None = None
     """Sizes of the model. None: as many query heads as KV heads, and hidden rows as wide."""
+    element_bytes: int | None = None
+    """Bytes of a number that ranks compute with. None: KV has the same type."""
     options: PlannedOptions | None = None
     """Options of attention, with times. None: all attention is exact."""
     receiving_backends: int | None = None
@@ -167,12 +169,13 @@ class ClusterModel:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Return the bytes of a token."""
+        """Return the bytes of a token that is computed; KV that is kept may have fewer."""
         shape = self.attention or AttentionShape(
             hidden=1, heads=1, kv_heads=1, head_dim=1, layers=self.layers
         )
         elements = 2 * shape.kv_width * shape.layers
-        return TokenBytes(shape=shape, element=self.kv_bytes_per_token / elements)
+        in_kv = self.kv_bytes_per_token / elements
+        return TokenBytes(shape=shape, element=self.element_bytes or in_kv)
 
     @cached_property
     def _strategies(self) -> frozenset[str]:

@@ -359,6 +359,7 @@ def _model(file: ClusterFile, name: str, folder: Path) -> ClusterModel:
         kv_bytes_per_token=kv.bytes_per_token,
         layers=kv.layers,
         attention=None if file.model is None else file.model.attention,
+        element_bytes=None if file.model is None else file.model.element_bytes,
         options=_options(file, folder, prefill.tp),
         receiving_backends=file.receiving_backends,
         max_positions=file.max_positions,

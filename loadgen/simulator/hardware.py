@@ -27,6 +27,9 @@ from csps.protocols.core.errors import ConfigError, abridged, nearest
 from csps.protocols.core.topology import Topology
 
 BITS_PER_BYTE = 8
+SCALE_BYTES = 4
+"""Bytes of the scale of a head of a token, of KV in 8 bits (`csps.kernels.quantized_kv`, for which
+torch would have to be imported)."""
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Permission = Literal["prefill", "decode"]
@@ -117,6 +120,8 @@ class ModelSection(Section):
     intermediate: Count
     """Width of the MLP."""
     element_bytes: Annotated[int, Field(ge=2, le=8)] = 2
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """Form of KV in memory and on links, as the setting of a server says it."""
 
     @property
     def attention(self) -> AttentionShape:
@@ -132,8 +137,11 @@ class ModelSection(Section):
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values of a token in all layers."""
-        return 2 * self.kv_heads * self.head_dim * self.layers * self.element_bytes
+        """Return the bytes of keys and values of a token in all layers, as they are kept."""
+        row = self.head_dim * self.element_bytes
+        if self.kv_dtype == "int8":
+            row = self.head_dim + SCALE_BYTES
+        return 2 * self.kv_heads * row * self.layers
 
 
 class RankSection(Section):

@@ -30,6 +30,10 @@ SHELL_BYTES = 3 * GIB // 4
 """Reverse proxy, router, configurator and registry."""
 RANK_BYTES = GIB // 4
 """Python and torch of one rank, without the parts counted below."""
+HEAP_BYTES = GIB // 16
+"""Most memory of freed temporaries that malloc keeps at the end of its heap (glibc's largest
+M_TRIM_THRESHOLD). Of the shapes of `benchmarks/planned_memory.py`, ranks have 32 to 125 MiB more
+than their temporaries, and nothing with thresholds fixed at 128 KiB."""
 GPU_BYTES = 3 * GIB // 2
 """CUDA, NCCL's buffers and compiled kernels on a GPU. Not measured: no GPU has been at hand."""
 
@@ -67,8 +71,11 @@ class RankNeed:
 
     @property
     def activations(self) -> int:
-        """Bytes of a step whose tokens fill the slots."""
-        return 0 if self.step is None else self.step.bytes(self.slots)
+        """Bytes of a step whose tokens fill the slots, with what malloc keeps of them."""
+        if self.step is None:
+            return 0
+        size = self.step.bytes(self.slots)
+        return size if self.step.on_gpu else size + min(HEAP_BYTES, size)
 
     @property
     def filled(self) -> int:
@@ -334,6 +341,8 @@ def _without_slots(role: GangRole, settings: Settings, *, on_gpu: bool) -> RankN
             tp=section.tp,
             element=settings.element_bytes,
             on_gpu=on_gpu,
+            eight_bit_kv=settings.kv_dtype == "int8",
+            fp8=settings.weight_dtype == "fp8",
         ),
         fixed=GPU_BYTES if on_gpu else RANK_BYTES,
         kv_transfer=_transfer_bytes(role, settings),
@@ -341,8 +350,6 @@ def _without_slots(role: GangRole, settings: Settings, *, on_gpu: bool) -> RankN
 
 
 def _transfer_bytes(role: GangRole, settings: Settings) -> int:
-            eight_bit_kv=settings.kv_dtype == "int8",
-            fp8=settings.weight_dtype == "fp8",
     return 0 if role == "elastic" else settings.kv_transfer.in_flight_bytes
 
 
@@ -371,6 +378,7 @@ def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:
             settings.model_overrides,
             dtype=getattr(torch, settings.dtype),
             tp_size=settings.gangs[role].tp,
+            fp8=settings.weight_dtype == "fp8",
         )
 
 
@@ -378,7 +386,6 @@ def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:
 def one_line(setting: str) -> Iterator[None]:
     """Turn a ValueError of `models` into a ConfigError about a setting, on one line."""
     try:
-            fp8=settings.weight_dtype == "fp8",
         yield
     except ValueError as exc:  # CheckpointError, and a `tp` that does not fit
         raise ConfigError(f"{setting}: {' '.join(str(exc).split())}") from None

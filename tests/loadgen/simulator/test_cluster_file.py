@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from paper_tables import TETRIS_TABLE_1
 
+from csps.actors.kv_cache.kv_pool import KvPool
 from csps.configurator.costs.cost_table import CostTable, stored
 from csps.configurator.costs.latency import LatencyKey, StepCost
 from csps.configurator.costs.latency_tables import LOONGSERVE_LWM_7B_A800, SHIPPED
@@ -47,6 +49,26 @@ def test_servers_become_gangs_with_places() -> None:
     assert (model.between.bytes_per_s, model.between.latency_ns) == (10**9, 5000)
     assert model.inside is None
     assert (model.step_gap_ns, model.front_ns) == (3000, 4000)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_kv_is_counted_as_a_pool_keeps_it(kv_dtype: str) -> None:
+    """What ranks exchange to compute a step is in the model's type."""
+    shape = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 32, "layers": 3}
+    section = {**shape, "intermediate": 512, "kv_dtype": kv_dtype}
+    model = parse_cluster({**SMALL, "model": section}, name="small")
+    pool = KvPool(
+        layers=3,
+        slots=1,
+        kv_heads=2,
+        head_dim=32,
+        dtype=torch.bfloat16,
+        device="cpu",
+        eight_bits=kv_dtype == "int8",
+    )
+    assert model.kv_bytes_per_token == pool.k.nbytes + pool.v.nbytes
+    assert model.token_bytes.queries == 3 * 8 * 32 * 2
+    assert model.token_bytes.kv == 3 * 2 * 2 * 32 * 2
 
 
 def test_links_between_racks_are_those_between_servers_unless_the_file_gives_them() -> None:
