@@ -155,15 +155,20 @@ class RequestParser:
                 "prompts with other tokens are refused", highest, vocab,
             )  # fmt: skip
 
-    def default_max_tokens(self, capacity_check: CapacityCheck | None) -> int:
+    def default_max_tokens(
+        self, capacity_check: CapacityCheck | None, prompt_tokens: int = 0
+    ) -> int:
         """Return the limit of an answer whose request sets none, as long as it fits.
 
-        Four such answers have room side by side on a gang that decodes.
+        Four such answers have room side by side on a gang that decodes, with their prompts, unless
+        these are longer than an eighth of it.
         """
         if self._default_max_tokens is not None:
             return self._default_max_tokens
-        slots = LONGEST_DEFAULT * 4 if capacity_check is None else capacity_check.decode_capacity
-        return max(1, min(LONGEST_DEFAULT, slots // 4))
+        if capacity_check is None:
+            return LONGEST_DEFAULT
+        quarter = capacity_check.decode_capacity // 4
+        return max(1, min(LONGEST_DEFAULT, max(quarter - prompt_tokens, quarter // 2)))
 
     def _max_tokens(
         self, body: ParsedBody, prompt: ParsedPrompt, capacity_check: CapacityCheck | None
@@ -175,7 +180,8 @@ class RequestParser:
             longest = (
                 room if capacity_check is None else capacity_check.longest_answer(prompt.tokens)
             )
-            wanted = max(1, min(self.default_max_tokens(capacity_check), room, longest))
+            default = self.default_max_tokens(capacity_check, prompt.tokens)
+            wanted = max(1, min(default, room, longest))
         if wanted > room:
             # The gangs' slots may be a lower limit than the model's positions.
             here = (

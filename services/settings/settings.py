@@ -477,8 +477,9 @@ class Settings(SettingsSection):
     max_positions: Count | None = None
     """Longest prompt plus answer; None means the model's own limit."""
     default_max_tokens: Count | None = None
-    """Answer length of a chat request that does not set one. None: a quarter of the KV slots of the
-    gang that decodes, at most 4,096 and at most what is left of the context."""
+    """Answer length of a chat request that does not set one. None: with the prompt, a quarter of
+    the KV slots of the gang that decodes, but an eighth of them behind a long one, at most 4,096
+    and at most what is left of the context."""
     tool_format: Literal["auto", "hermes", "llama3", "harmony", "none"] = "auto"
     """How the model writes calls of tools; `auto`: as its chat template shows."""
     reasoning: Literal["auto", "think", "harmony", "none"] = "auto"
@@ -533,7 +534,6 @@ class Settings(SettingsSection):
             )
         return self
 
-    @property
     @model_validator(mode="after")
     def _fp8_has_results_in_bf16(self) -> Self:
         if self.weight_dtype == "fp8" and self._on_gpus and self.dtype != "bfloat16":
@@ -543,6 +543,7 @@ class Settings(SettingsSection):
             )
         return self
 
+    @property
     def _on_gpus(self) -> bool:
         """Return whether ranks are to compute on GPUs."""
         return any(gang.num_gpus for gang in self.gangs.values()) and self.device != "cpu"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -164,15 +166,41 @@ async def test_the_model_card_has_the_longest_length_that_fits_the_gangs(
         assert f"context length is {promised} tokens" in longer.json()["error"]["message"]
 
 
-async def test_an_answer_without_max_tokens_takes_a_quarter_of_the_decode_gang(
-    parser: RequestParser,
+@pytest.mark.parametrize(("kv_slots", "words"), [(500, 1), (500, 30), (2_000_000, 1)])
+async def test_four_answers_without_max_tokens_run_side_by_side(
+    parser: RequestParser, kv_slots: int, words: int
 ) -> None:
-    decode = FakeGang("decode", "d1", kv_slots=100)
+    """Each takes a quarter of the decode gang with its prompt; but of a long one an eighth, and of
+    a large gang 4,096."""
+    decode = FakeGang("decode", "d1", kv_slots=kv_slots)
     async with served(parser, decode=decode) as server:
         server.cell.run_by_itself()
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-        response = await server.client.post("/v1/chat/completions", json=body)
-        assert response.json()["usage"]["completion_tokens"] == 2 * 100 // 4
+        ends: list[Callable[[], None]] = []
+        finish = server.cell.finish
+
+        def held(*arguments: Any, **named: Any) -> None:
+            ends.append(partial(finish, *arguments, **named))
+
+        async def chat() -> dict[str, Any]:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello " * words}]}
+            answer = await server.client.post("/v1/chat/completions", json=body)
+            found: dict[str, Any] = answer.json()
+            return found
+
+        with patch.object(server.cell, "finish", held):
+            asked = [asyncio.ensure_future(chat()) for _ in range(4)]
+            fits = words == 1
+            await until(lambda: len(ends) == 4 if fits else server.cell.service.counts.waiting)
+            if fits:
+                assert server.cell.service.counts[:2] == (4, 0)
+        for end in ends:
+            end()
+        for answer in await asyncio.gather(*asked):
+            quarter, prompt = 2 * kv_slots // 4, answer["usage"]["prompt_tokens"]
+            assert (prompt < quarter // 2) == fits
+            limit = min(4096, max(quarter - prompt, quarter // 2))
+            assert answer["usage"]["completion_tokens"] == limit
+            assert answer["choices"][0]["finish_reason"] == "length"
 
 
 # --- before admission ------------------------------------------------------------------------
