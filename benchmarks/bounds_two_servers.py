@@ -33,6 +33,8 @@ from typing import Any
 import report
 import yaml
 
+from csps.configurator.regressors.accuracy import DIGEST_DIGITS, KIND, SHIPPED
+from csps.models.checkpoints.checkpoint import weights_digest
 from csps.models.network.spec import read_spec
 from csps.services.measured.attention_options import accuracy_folder, regressors_folder
 from csps.services.settings.settings import Settings
@@ -90,12 +92,17 @@ class _Run:
         self._step([*CSPS, "train", *known])
         cluster = self._out / "cluster.yaml"
         cluster.write_text(yaml.safe_dump(self._cluster(), sort_keys=False))
-        learned = accuracy_folder(regressors_folder(self._sib))
-        accuracy = ["--accuracy", str(learned)] if learned.exists() else []
+        folders = [accuracy_folder(regressors_folder(self._sib)), self._shipped()]
+        accuracy = next((["--accuracy", str(each)] for each in folders if each.exists()), [])
         longest = str(max(arguments.lengths))
         plan = [*CSPS, "plan", "--length", longest, "--cluster", str(cluster), *accuracy]
         printed = self._step([*plan, "--max-accuracy-loss", "0.01"], may_fail=True)
         (self._out / "plan.txt").write_text(printed)
+
+    def _shipped(self) -> Path:
+        """Return where losses of the model would ship."""
+        model = Settings.model_validate({"model": self._arguments.model}).model_dir
+        return SHIPPED / weights_digest(model)[:DIGEST_DIGITS] / KIND
 
     def ask(self) -> None:
         """Ask a server with bounds."""
