@@ -41,9 +41,9 @@ FEWEST = 200
 MAX_BATCH = 4096
 """Batch limit that does not bind, because slots limit a batch in the paper's systems."""
 TIPPING_TOKENS = 2500
-"""Tipping point of decode batches; the released scripts say 5,000. Far from this value LoongServe
-carries less: long batches delay decoding, and short ones are too many. The static systems hardly
-change.
+"""Tipping point of prefill batches; the released scripts bound a batch by 5 s of predicted time
+instead. Far from this value LoongServe carries less: long batches delay decoding, and short ones
+are too many. The static systems hardly change.
 """
 ELASTIC = System(
     "LoongServe",

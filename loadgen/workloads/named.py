@@ -294,14 +294,17 @@ def zipf(alpha: float) -> Workload:
     def draw(requests: int, rng: np.random.Generator) -> Pairs:
         shares = rng.random((requests, 2))
         inputs = prompts.at(shares[:, 0])
-        chat, document = (answers.at(shares[:, 1]) for answers in (_SHAREGPT_OUT, _LEVAL_OUT))
-        return inputs, np.where(inputs <= _SHAREGPT_IN.longest, chat, document)
+        chat, document, fact = (
+            answers.at(shares[:, 1]) for answers in (_SHAREGPT_OUT, _LEVAL_OUT, _LVEVAL_OUT)
+        )
+        beyond = np.where(inputs < _LVEVAL_SHORTEST, document, fact)
+        return inputs, np.where(inputs <= _SHAREGPT_IN.longest, chat, beyond)
 
     return Workload(
         name=f"zipf:{alpha:g}",
         source="LoongServe Fig. 12 and its released script: 10 to 199,999 tokens, weight x^-alpha, "
         "answers of the request of Mixed that is nearest in length (here: ShareGPT's up to its "
-        "longest prompt, L-Eval's beyond)",
+        "longest prompt, L-Eval's up to LV-Eval's shortest, LV-Eval's beyond)",
         longest_input=prompts.longest,
         draw=draw,
     )
@@ -313,6 +316,8 @@ _SHAREGPT_ANSWERS = (4, 7, 11, 18, 28, 51, 137, 239, 334, 440, 602, 765, 993)
 _SHAREGPT_IN = Quantiles(tuple(zip(_SHARES, _SHAREGPT_TOKENS, strict=True)))
 _SHAREGPT_OUT = Quantiles(tuple(zip(_SHARES, _SHAREGPT_ANSWERS, strict=True)))
 _LEVAL_OUT = TruncatedLognormal.with_mean(mean=90.7, sigma=1.0, shortest=1, longest=1024)
+_LVEVAL_SHORTEST = 15_100
+_LVEVAL_OUT = TruncatedLognormal(median=24, sigma=0.6, shortest=1, longest=64)
 _TETRIS_OUT = TruncatedLognormal(median=200, sigma=0.7, shortest=16, longest=1024)
 
 _NEEDLEBENCH = independent(
@@ -345,8 +350,8 @@ _LEVAL = independent(
 )
 _LVEVAL = independent(
     "lv-eval",
-    LogUniform(shortest=15_100, longest=497_300),
-    TruncatedLognormal(median=24, sigma=0.6, shortest=1, longest=64),
+    LogUniform(shortest=_LVEVAL_SHORTEST, longest=497_300),
+    _LVEVAL_OUT,
     "LoongServe: 15.1K to 497.3K tokens; LV-Eval: five levels that double, equally many questions, "
     "102K words on average; answers assumed: short, at most 64 tokens",
 )

@@ -47,10 +47,9 @@ def test_requests_of_all_seeds_count_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("alpha", "rate"), [(1.0, 1.1), (1.2, 3.5)])
-def test_elastic_carries_what_no_static_parallelism_does(alpha: float, rate: float) -> None:
-    """Fig. 12."""
-    name = f"zipf:{alpha}"
-    assert load.carries(load.ELASTIC, name, rate, load.goodput, 0, [0])
+def test_elastic_carries_what_no_static_parallelism_does() -> None:
+    """Fig. 12, for as long as the paper's runs: queues that have no bound need time to grow."""
+    name, rate, seconds = "zipf:1.0", 0.95, 1000
+    assert load.carries(load.ELASTIC, name, rate, load.goodput, seconds, [0])
     for system in load.STATIC:
-        assert not load.carries(system, name, rate, load.goodput, 0, [0]), system.name
+        assert not load.carries(system, name, rate, load.goodput, seconds, [0]), system.name
