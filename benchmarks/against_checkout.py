@@ -4,7 +4,7 @@
     python benchmarks/against_checkout.py ../before . [--rounds 20] [--json FILE]
     python benchmarks/against_checkout.py ../before . --streams --rounds 5
 
-Both servers are up on the same cores, and the one that is not measured is stopped. The order
+Both servers are up on the same cores, so the idle one takes a little of them, too. The order
 changes with each round. The output has medians, and the median of the rounds' ratios with its 95 %
 interval (bootstrap). Processor time is that of all processes of a server.
 
