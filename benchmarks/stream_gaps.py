@@ -1,6 +1,7 @@
 """Time between the tokens of an answer while the same ranks prefill a long prompt.
 
-    python benchmarks/stream_gaps.py [--long 32768] [--budgets 64 128 256] [--json FILE]
+    python benchmarks/stream_gaps.py [--long 32768] [--budgets 64 128 256] [--spread-tokens 4096]
+        [--json FILE]
 
 On a deployed server with one elastic gang of two ranks and the included model, one client streams
 an answer, first alone, then beside a prompt of `--long` tokens of another client. Each token budget
@@ -11,7 +12,8 @@ gaps of zero. All rounds of a budget are taken together.
 Beside counts from the time at which the ranks received the prompt until its first token.
 `beside_p99_ms` should stay below `bound_ms`: an iteration without a prefill, `alone_p50_ms`, and
 three quanta. `at_end_p50_ms` is the gap beside the last tenth of the prompt, where a chunk attends
-to most keys. `long_s`, the time of the long prompt's prefill, is the cost of a smaller budget.
+to most keys. `long_s`, the time of the long prompt's prefill, is the cost of a smaller budget, and
+of a prompt on one instance: with `--spread-tokens` the prompt takes one for so many tokens.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ def main() -> None:
     result = {
         "benchmark": "stream_gaps",
         "long_tokens": args.long,
+        "spread_tokens": args.spread_tokens,
         "quantum_ms": args.quantum_ms,
         "rounds": args.rounds,
     }
@@ -62,18 +65,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--alone", type=int, default=500, help="gaps without a prefill")
     budget = ChunkedPrefillOptions().token_budget
     parser.add_argument("--budgets", type=int, nargs="+", default=[budget])
+    parser.add_argument("--spread-tokens", type=int)
     parser.add_argument("--quantum-ms", type=float, default=Settings().quantum_ms)
     return report.with_json_option(parser).parse_args()
 
 
 def _measure(budget: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return a row of the table."""
+    spread = {} if args.spread_tokens is None else {"spread_tokens": args.spread_tokens}
     settings = {
         "model": MODEL,
         "served_model_name": MODEL,
         "quantum_ms": args.quantum_ms,
         "elastic": {"instances": 2},
-        "scheduling": {"policy": "chunked_prefill", "token_budget": budget, "max_batch": 32},
+        "scheduling": {
+            "policy": "chunked_prefill",
+            "token_budget": budget,
+            "max_batch": 32,
+            **spread,
+        },
     }
     alone, beside, at_end, long_s = [], [], [], []
     with deployed(settings) as url, httpx.Client(base_url=url, timeout=REQUEST_S) as client:
