@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -148,17 +149,26 @@ def edited(samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequenc
 
 
 def _masked(scores_ev: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
-    """Return a copy to which the masks of those rows that have one are added."""
+    """Return a copy with minus infinity for the tokens that have no bit in their row's mask."""
     if all(mask is None for mask in masks):
         return scores_ev.clone()
     # A sum, because replacing values where a mask is True takes a core eight times as long.
     masked_ev = torch.empty_like(scores_ev)
-    for masked_v, scores_v, mask_v in zip(masked_ev, scores_ev, masks, strict=True):
-        if mask_v is None:
+    addends_b8 = _addends(scores_ev.device)
+    for masked_v, scores_v, bits in zip(masked_ev, scores_ev, masks, strict=True):
+        if bits is None:
             masked_v.copy_(scores_v)
         else:
-            torch.add(scores_v, mask_v.to(scores_v.device), out=masked_v)
+            mask_v = addends_b8.index_select(0, bits.to(scores_v.device).int()).view(-1)
+            torch.add(scores_v, mask_v[: len(scores_v)], out=masked_v)
     return masked_ev
+
+
+@cache
+def _addends(device: torch.device) -> Tensor:
+    """Return (256, 8) fp32: in row i 0 for each bit of i that is 1, otherwise minus infinity."""
+    bits_b8 = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.zeros(256, 8).masked_fill_(bits_b8 == 0, -math.inf).to(device)
 
 
 def _add_bias(scores_ev: Tensor, samplers: Sequence[TokenSampler]) -> None:

@@ -1,8 +1,8 @@
-"""The tokens that a grammar allows next, found while the network computes.
+"""The tokens that a grammar allows next.
 
-A thread takes each sampled token into the grammar's state and finds the tokens that may follow.
-Another one compiles grammars, which takes it up to a second. llguidance lets go of the interpreter
-meanwhile, so a mask costs an iteration nothing unless it takes longer than the forward pass.
+Most masks take 0.02 ms and are found when they are needed. Where the one before took long, a thread
+takes the sampled token into the grammar's state and finds the tokens that may follow while the
+network computes. Another thread compiles grammars, which takes it up to a second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Unfinished
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +20,9 @@ from csps.protocols.core.errors import CspsError, DeadlineExceeded, InvalidReque
 
 MASK_S = 10.0
 """Limit of the wait for a mask. It takes 0.1 ms, and some 20 ms at the limits of a grammar."""
+BESIDE_S = 0.3e-3
+"""Time of a mask from which the next one is found beside the network. Handing over a shorter one
+takes longer than finding it, because two threads take turns at the interpreter."""
 COMPILE_WAIT_S = 0.25
 """How long a batch waits for grammars that are being compiled, all of its rows together. Compiling
 has begun when the step arrived, so most are done. A request whose grammar is not is tried again,
@@ -43,17 +45,20 @@ class GrammarMask:
         self._taken = 0
         """Tokens that the state has taken."""
         self._state: GrammarState | None = None
-        self._next: Future[Tensor | None] | None = None
-        """Mask after the tokens so far; None before the grammar is compiled."""
+        self._beside = True
+        """Whether the next mask is found beside the network: nobody knows how long the first takes.
+        It changes only while no mask is being found, so one thread at a time has the state."""
+        self._next: Future[tuple[Tensor | None, float]] | None = None
+        """Mask after the tokens so far, if it is found beside the network."""
 
     def observe(self, token: int) -> None:
         """Take the answer's next token."""
         self._tokens.append(token)
-        self._next = self._begun() if self._compiled.done() else None
+        self._next = self._begun() if self._beside and self._compiled.done() else None
 
     def after_answer(self, until: float) -> Tensor | CspsError:
-        """Return (vocab,) fp32 on the CPU: 0 for tokens that may come next, otherwise minus
-        infinity; or why nobody knows.
+        """Return bits, uint8 on the CPU, of which bit t % 8 of byte t // 8 is 1 if token t may come
+        next; or why nobody knows.
 
         Args:
             until: time (`time.monotonic()`) until which this waits for the grammar to compile.
@@ -62,22 +67,28 @@ class GrammarMask:
             self._compiled.result(max(0.0, until - time.monotonic()))
         except Unfinished:
             return DeadlineExceeded("compiling a grammar", COMPILE_WAIT_S)
-        self._next = self._next or self._begun()
+        if self._next is None and self._beside:
+            self._next = self._begun()
         try:
-            mask_v = self._next.result(MASK_S)
+            bits, took_s = (
+                self._after(len(self._tokens)) if self._next is None else self._next.result(MASK_S)
+            )
         except InvalidTextError as error:
             return InvalidRequest(str(error))
         except Unfinished:
             return DeadlineExceeded("the mask of a grammar", MASK_S)
-        assert mask_v is not None, "a mask that later tokens have made useless"
-        return mask_v
+        self._beside = took_s >= BESIDE_S
+        assert bits is not None, "a mask that later tokens have made useless"
+        return bits
 
-    def _begun(self) -> Future[Tensor | None]:
+    def _begun(self) -> Future[tuple[Tensor | None, float]]:
         tokens = len(self._tokens)
         return _MASKS.submit(lambda: self._after(tokens))
 
-    def _after(self, tokens: int) -> Tensor | None:
-        """Return the mask after so many tokens; None if more have come since."""
+    def _after(self, tokens: int) -> tuple[Tensor | None, float]:
+        """Return the mask after so many tokens, None if more have come since, and the processor
+        time in seconds that it took."""
+        began = time.thread_time()
         if self._state is None:
             self._state = self._grammars.state_of(self._compiled.result())
         for token in self._tokens[self._taken : tokens]:
@@ -86,6 +97,6 @@ class GrammarMask:
             if token not in self._ends:
                 self._state.advance(token)
         if len(self._tokens) > tokens:
-            return None
-        allowed_v = self._state.allowed(self._ends)
-        return torch.from_numpy(np.where(allowed_v, np.float32(0), np.float32(-np.inf)))
+            return None, time.thread_time() - began
+        bits = torch.from_numpy(self._state.allowed(self._ends))
+        return bits, time.thread_time() - began

@@ -107,20 +107,19 @@ class TokenSampler:
         return biased or self.remembers or self.forbids_stop(index)
 
     def grammar_mask(self, until: float) -> Tensor | None:
-        """Return (v,) fp32 on the CPU, to be added to the scores: minus infinity for tokens that
-        the grammar forbids next, otherwise 0; None without a grammar. If nobody knows them, no
-        token can be sampled.
+        """Return bits, uint8 on the CPU: bit t % 8 of byte t // 8 is 1 if the grammar allows token
+        t next; None without a grammar. If nobody knows them, no token can be sampled.
 
         Args:
             until: time (`time.monotonic()`) until which this waits for the grammar to compile.
         """
         if self._mask is None:
             return None
-        mask_v = self._mask.after_answer(until)
-        if isinstance(mask_v, CspsError):
-            self._failure = mask_v
-            return torch.full((self._vocab,), -math.inf)
-        return mask_v
+        bits = self._mask.after_answer(until)
+        if isinstance(bits, CspsError):
+            self._failure = bits
+            return torch.zeros(-(-self._vocab // 8), dtype=torch.uint8)
+        return bits
 
     def forbid(self, scores_v: Tensor) -> None:
         """Replace the scores of tokens that the request forbids next by minus infinity."""

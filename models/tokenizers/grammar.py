@@ -195,8 +195,8 @@ class GrammarState:
         """Return whether the answer may end here."""
         return self._matcher.is_accepting()
 
-    def allowed(self, ends: Iterable[int]) -> NDArray[np.bool_]:
-        """Return (vocab,): which tokens may come next.
+    def allowed(self, ends: Iterable[int]) -> NDArray[np.uint8]:
+        """Return which tokens may come next: bit t % 8 of byte t // 8 is token t.
 
         Args:
             ends: tokens that end the answer, which are also allowed where it may end.
@@ -204,18 +204,20 @@ class GrammarState:
         Raises:
             InvalidTextError: the grammar is too complex.
         """
-        allowed_v = np.zeros(self._vocab, np.bool_)
+        # Bits, because writing and reading a number for each token takes longer than finding them.
+        bits = np.zeros(-(-self._vocab // 8), np.uint8)
         if not self._matcher.is_stopped():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            known = np.unpackbits(bits, count=None, bitorder="little")[: self._vocab]
-            allowed_v[: len(known)] = known
+            known = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(bits)]
+            bits[: len(known)] = known
             self._check()
         complete = self.complete
-        allowed_v[self._own_end : self._own_end + 1] = False  # requests have ends of their own
+        if self._own_end < self._vocab:  # requests have ends of their own
+            bits[self._own_end // 8] &= ~np.uint8(1 << self._own_end % 8)
         for token in ends:
-            if token < self._vocab:
-                allowed_v[token] |= complete  # a stop token may be text that the grammar allows
-        return allowed_v
+            if complete and token < self._vocab:
+                # A stop token may also be text that the grammar allows.
+                bits[token // 8] |= np.uint8(1 << token % 8)
+        return bits
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 import time
 from itertools import pairwise
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import jsonschema
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from bounded_schemas import bounded_schemas
 from llguidance import LLMatcher
 from tiny_checkpoints import make_tokenizer
 
+from csps.actors.sampling import grammar_mask
 from csps.actors.sampling.batch_sampler import Sample, sample_batch
 from csps.actors.sampling.grammar_mask import COMPILE_WAIT_S
 from csps.actors.sampling.token_sampler import TokenSampler, sampler_of
@@ -26,6 +29,7 @@ from csps.models.tokenizers.grammar import (
     CACHED_TEXT,
     COMPILE_S,
     Grammars,
+    GrammarState,
     json_grammar,
     regex_grammar,
 )
@@ -125,6 +129,31 @@ def test_a_move_goes_on_with_the_tokens_that_an_undisturbed_answer_has(grammars:
         moved.catch_up(tokens[:at])
         moved.catch_up(tokens[:at])  # what it has counted already, it does not count again
         assert [sampled(moved, 1, index).token for index in range(at, 30)] == tokens[at:]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_masks_are_found_beside_the_network_where_they_take_long(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    found_by: list[str] = []
+    allowed_now = GrammarState.allowed
+
+    def allowed(state: GrammarState, ends: frozenset[int]) -> npt.NDArray[np.uint8]:
+        found_by.append(threading.current_thread().name)
+        return allowed_now(state, ends)
+
+    monkeypatch.setattr(GrammarState, "allowed", allowed)
+    monkeypatch.setattr(grammar_mask, "BESIDE_S", 0.0 if beside else math.inf)
+    sampling = Sampling(seed=3, max_tokens=99, grammar=regex_grammar("([a-f][0-9]?x){1,99}"))
+    sampler = TokenSampler(sampling, VOCAB, grammars=grammars)
+    other = "grammar-masks" if beside else threading.current_thread().name
+    tokens = [sampled(sampler, 1, index).token for index in range(30)]
+    assert sampler.grammar_mask(0) is not None  # waits for the mask that may be under way
+    # The first mask is found beside the network in any case.
+    assert found_by == ["grammar-masks"] + [other] * (len(found_by) - 1)
+    assert len(found_by) == 31
+    again = TokenSampler(sampling, VOCAB, grammars=grammars)
+    assert [sampled(again, 1, index).token for index in range(30)] == tokens
 
 
 def test_rows_do_not_wait_for_a_grammar_that_compiles_slowly(

@@ -129,7 +129,7 @@ def random_answer(folder: Path, grammar: str, seed: int) -> str:
     state = Grammars(folder, tokenizer.highest_id + 1).state(grammar)
     tokens: list[int] = []
     while not state.complete:
-        allowed = np.flatnonzero(state.allowed(()))
+        allowed = np.flatnonzero(np.unpackbits(state.allowed(()), bitorder="little"))
         marks = allowed[allowed >= tokenizer.highest_id + 1 - len(MARKS)]
         # Marks are few among the tokens, and without them reasoning would go on and on.
         if len(marks) and random.random() < 0.3:
