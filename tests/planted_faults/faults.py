@@ -1256,7 +1256,32 @@ WINDOWS = (
     ),
 )
 
+EIGHT_BITS = (
+    Fault(
+        name="FP8 numbers that files hold are rounded a second time.",
+        file="models/checkpoints/checkpoint.py",
+        old="            if stored.read_fp8 is not None:\n",
+        new="            if False and stored.read_fp8 is not None:\n",
+        test="tests/models/test_fp8_weights.py::test_stored_numbers_are_kept",
+    ),
+    Fault(
+        name="Tokens are not quantized before a product in FP8.",
+        file="kernels/rowwise_fp8.py",
+        old="    return numbers_ti.float(), scales_t1\n",
+        new="    return x_ti.float() / scales_t1, scales_t1\n",
+        test="tests/kernels/test_rowwise_fp8.py::test_product_by_definition",
+    ),
+)
+
 OPERATING = (
+    Fault(
+        name="A chat's default length forgets that its prompt takes slots, too.",
+        file="services/http/request_parser.py",
+        old="max(quarter - prompt_tokens, quarter // 2)",
+        new="quarter",
+        test="tests/services/test_http_gangs.py"
+        "::test_four_answers_without_max_tokens_run_side_by_side",
+    ),
     Fault(
         name="With vLLM's prefix a full gang hides behind an empty one.",
         file="services/telemetry/metrics.py",
@@ -1290,5 +1315,6 @@ FAULTS: tuple[Fault, ...] = (
     *RANK_GAPS,
     *UPDATES,
     *WINDOWS,
+    *EIGHT_BITS,
     *OPERATING,
 )
