@@ -23,7 +23,8 @@ FAMILIES = [
     *(
         pytest.param(family, marks=pytest.mark.slow)
         for family in (
-            *("mixtral", "glm4_moe", "glm4", "phi3", "mistral3", "fp8"),
+            *("mixtral", "glm4_moe", "glm", "glm4", "phi3", "internlm2"),
+            *("ministral3", "mistral3", "fp8"),
             *("mistral", "qwen2", "gemma3_text", "gemma3", "gpt_oss"),
         )
     ),
