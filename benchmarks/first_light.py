@@ -8,7 +8,8 @@ network, for this process alone. Every part is tried even if others fail: an err
 Parts for which too little time is left are skipped, and named.
 
 - roofline: read bandwidth and bf16 products of this device, as torch reaches them.
-- kernels: each against dense attention in fp64 (largest error), with its time.
+- kernels: each against dense attention in fp64 (largest error), with its time. The product in FP8
+  is against the same numbers in fp64.
 - models: random Llamas of 1B and 8B parameters through engine and pool: prompts of 8K to 128K
   tokens, and decoding at batch 1 and 64. `share` is the part of the roofline: of the products for
   prompts, of the bandwidth for decoding.
@@ -216,10 +217,11 @@ def kernels(sizes: Sizes, clock: Clock, report: Report) -> None:
                 if in_time:
                     error, work = check(sizes, *shape)
                     report.add("kernels", what, largest_error=error, ms=1e3 * clock.seconds(work))
-    with report.trying("kernels", "sampling", 20.0) as in_time:
-        if in_time:
-            error, work = _sampling(sizes)
-            report.add("kernels", "sampling", largest_error=error, ms=1e3 * clock.seconds(work))
+    for name, compare in (("sampling", _sampling), ("product in FP8", _fp8)):
+        with report.trying("kernels", name, 20.0) as in_time:
+            if in_time:
+                error, work = compare(sizes)
+                report.add("kernels", name, largest_error=error, ms=1e3 * clock.seconds(work))
 
 
 Checked = tuple[float, Callable[[], object]]
@@ -335,6 +337,23 @@ def _sampling(sizes: Sizes) -> Checked:
     uniforms = [(0.37 * row + 0.1) % 1.0 for row in range(rows)]
     work = partial(sample, scores.to(sizes.device), filters, uniforms)
     return float((work().cpu() != sample(scores, filters, uniforms)).sum()), work
+
+
+def _fp8(sizes: Sizes) -> Checked:
+    """Compare the largest model's first product of a feed-forward layer with one in fp64 of the
+    same FP8 numbers."""
+    import torch
+
+    from csps.kernels.rowwise_fp8 import quantize_rows, rowwise_product
+
+    shape = LLAMAS[sizes.models[-1]]
+    like = {"device": sizes.device, "dtype": getattr(torch, sizes.dtype)}
+    x = torch.randn(sizes.kernel_tokens, shape["hidden"], **like)
+    weight, scales = quantize_rows(0.02 * torch.randn(shape["mlp"], shape["hidden"], **like))
+    work = partial(rowwise_product, x, weight, scales)
+    own, own_scales = quantize_rows(x)
+    exact = own.double() @ weight.double().T * own_scales * scales.T
+    return _largest(work(), exact), work
 
 
 # --- models -------------------------------------------------------------------------------------
