@@ -270,6 +270,7 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
     """Return configurations as Serve's replicas get them, all on one server. Of an elastic gang,
     each role gets its own gang."""
     section = settings.decoding if role == "decode" else settings.prefilling
+    configured = settings.decoding_role if role == "decode" else settings.prefilling_role
     gang_id = f"{role}-{secrets.token_hex(4)}"
     # On GPUs the rank's location is its GPU's; the decode gang's GPUs follow the prefill gang's.
     first = settings.prefilling.ranks if role == "decode" else 0
@@ -282,8 +283,8 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
             world_size=section.ranks,
             tp=section.tp,
             gang_id=gang_id,
-            kv_slots=kv_slots(role, settings),
-            window_slots=window_slots(role, settings),
+            kv_slots=kv_slots(configured, settings),
+            window_slots=window_slots(configured, settings),
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
             weight_dtype=settings.weight_dtype,

@@ -93,9 +93,16 @@ async def used_slots(gangs: LocalGangs) -> set[int]:
     return {rank.kv_used for rank in stats}
 
 
+@pytest.mark.parametrize("elastic", [False, True])
 async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
-    settings: Settings, rank_threads: None
+    settings: Settings, rank_threads: None, elastic: bool
 ) -> None:
+    if elastic:  # each role gets a gang of its own
+        gang = {"instances": 2, "kv_slots": 2048}
+        scheduling = {"policy": "context_parallel"}
+        settings = Settings.model_validate(
+            {"model": settings.model, "elastic": gang, "scheduling": scheduling}
+        )
     async with open_local_gangs(settings) as gangs:
         seconds = await measure_step(gangs, PrefillRun(sp=2, tokens=41, chunks=3, batch=2))
         assert len(seconds) == 3
