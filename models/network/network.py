@@ -32,10 +32,11 @@ AllReduce = Callable[[Tensor], Tensor]
 
 CPU_BLOCK_TOKENS = 1024
 """Fastest of 256 to 8192 for the MLP on one core, by 20 % over no blocks."""
-PACKED_SIDE = 512
-"""Least side of a matrix that is packed. For 1 to 128 rows, packed matrices of 512 x 1024 numbers
-and more take 0.35 to 1.0 of the time in fp32, and 0.24 to 1.0 in bf16. Those of 128 x 384 take 2.7
-times as long for one row, because a call takes 20 us (processor time of one core, AVX-512)."""
+PACKED_NUMBERS = 400_000
+"""Fewest numbers of a matrix that is packed. For 1 to 128 rows, packed matrices of 3,299 x 128
+numbers and more take 0.25 to 1.0 of the time in fp32; 1,024 x 3,072 with one row take 1.4. Those of
+256 x 128 take three times as long, because a call takes 20 us (processor time of one core,
+AVX-512)."""
 _PACKED_ROWS = 8
 """Rows of a product for which matrices are packed; others are computed as well."""
 GPU_BLOCK_TOKENS = 16_384
@@ -339,7 +340,7 @@ def _packed(weight: Tensor) -> Tensor:
     `F.linear` brings a matrix into this order in each call, which takes longer than the product
     itself if there are few rows.
     """
-    if min(weight.shape) < PACKED_SIDE or not _packable(weight):
+    if weight.numel() < PACKED_NUMBERS or not _packable(weight):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
     weight.untyped_storage().resize_(0)  # both at once would double a rank's memory while it loads

@@ -61,7 +61,7 @@ def test_a_world_that_tp_does_not_divide_is_refused(tiny_llama: Path) -> None:
 def test_only_ranks_that_compute_no_steps_pack_matrices(
     tiny_llama: Path, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "PACKED_SIDE", 1)
+    monkeypatch.setattr(network, "PACKED_NUMBERS", 1)
     rank = alone(tiny_llama, role=role)
     rank.start()
     try:

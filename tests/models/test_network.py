@@ -227,14 +227,14 @@ def test_packed_matrices_give_the_logits_of_transformers(
     name, _, biased = family.partition(" ")
     model_dir = checkpoint(name, **(BIASED[name] if biased else {}))
     token_ids = random_tokens(TOKENS)
-    monkeypatch.setattr(network_module, "PACKED_SIDE", 1)
+    monkeypatch.setattr(network_module, "PACKED_NUMBERS", 1)
     expected = reference_logits(model_dir, token_ids)
     for logits in forward_in_parallel(model_dir, tp_size, token_ids, CHUNKS, packed=True):
         assert_logits(logits, expected)
 
 
 def test_packed_matrices_in_bf16_round_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_module, "PACKED_SIDE", 1)
+    monkeypatch.setattr(network_module, "PACKED_NUMBERS", 1)
     generator = torch.Generator().manual_seed(4)
     weight, x = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (96, TOKENS))
     exact, plain = x.double() @ weight.double().T, F.linear(x, weight)
@@ -244,20 +244,20 @@ def test_packed_matrices_in_bf16_round_as_others(monkeypatch: pytest.MonkeyPatch
 
 
 def test_large_matrices_are_packed_and_others_stay() -> None:
-    side = network_module.PACKED_SIDE
-    large, small = torch.rand(side, side), torch.rand(side - 1, 4 * side)
+    long, wide = network_module.PACKED_NUMBERS // 100, 100
+    large, small = torch.rand(long, wide), torch.rand(long - 1, wide)
     packed = network_module._packed(large)
     assert packed.is_mkldnn
     assert large.untyped_storage().nbytes() == 0
     assert network_module._packed(small) is small
-    double = torch.rand(side, side, dtype=torch.float64)
+    double = torch.rand(long, wide, dtype=torch.float64)
     assert network_module._packed(double) is double
 
 
 def test_a_head_that_is_the_embedding_is_not_packed(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network_module, "PACKED_SIDE", 1)
+    monkeypatch.setattr(network_module, "PACKED_NUMBERS", 1)
     tied = load_network(checkpoint("llama", tie_word_embeddings=True), packed=True)
     assert not tied.head_vd.is_mkldnn
     assert load_network(checkpoint("llama"), packed=True).head_vd.is_mkldnn
