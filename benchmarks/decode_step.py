@@ -49,7 +49,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     from csps.actors.comm.rendezvous import StoreAddress, join_store
     from csps.actors.engine.decode_batch import DecodeBatch
     from csps.actors.kv_cache.kv_pool import KvPool
-    from csps.kernels import cpu_attention, cpu_decode
+    from csps.kernels import cpu_attention, cpu_decode, cpu_product
     from csps.models.checkpoints.loading import load_network
     from csps.protocols.sequencer.log_entries import Change
 
@@ -61,6 +61,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     assert cpu_decode.prepare(
         heads=spec.heads, kv_heads=spec.kv_heads, dim=spec.head_dim, dtype=dtype
     )
+    cpu_product.prepare(dtype)
     paths = {
         "compiled": cpu_attention.decode_attention,
         "flash": cpu_attention.decode_by_flash,

@@ -20,6 +20,7 @@ from csps.actors.engine.log_end import MemberEnd, SequencerEnd
 from csps.actors.kv_cache.kv_pool import KvPool
 from csps.actors.timing.device_pace import wait_for_device
 from csps.actors.worker.rank_config import RankConfig
+from csps.kernels import cpu_product
 from csps.kernels.attention import prepare_attention
 from csps.models.checkpoints.checkpoint import Checkpoint, config_bytes, open_checkpoint
 from csps.models.checkpoints.loading import read_network, weights_checksum
@@ -87,6 +88,8 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         dtypes={dtype, pool.k.dtype},
         device=engine.device,
     )
+    if engine.device.type == "cpu":
+        cpu_product.prepare(dtype)
     return engine, fingerprint
 
 

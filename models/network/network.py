@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from csps.kernels.cpu_product import SHORT_INNER, few_row_product
 from csps.kernels.quantized_kv import round_kv
 from csps.kernels.rowwise_fp8 import rowwise_product
 from csps.models.network.experts import add_experts, gated, route, row_products, summable
@@ -34,9 +35,8 @@ CPU_BLOCK_TOKENS = 1024
 """Fastest of 256 to 8192 for the MLP on one core, by 20 % over no blocks."""
 PACKED_NUMBERS = 400_000
 """Fewest numbers of a matrix that is packed. For 1 to 128 rows, packed matrices of 3,299 x 128
-numbers and more take 0.25 to 1.0 of the time in fp32; 1,024 x 3,072 with one row take 1.4. Those of
-256 x 128 take three times as long, because a call takes 20 us (processor time of one core,
-AVX-512)."""
+numbers and more take 0.25 to 1.0 of `F.linear`'s time. Those of 256 x 128 take three times as long,
+because a call takes 20 us (processor time of one core, AVX-512)."""
 _PACKED_ROWS = 8
 """Rows of a product for which matrices are packed; others are computed as well."""
 GPU_BLOCK_TOKENS = 16_384
@@ -208,8 +208,8 @@ class Layer:
         scales_o1: Tensor | None = None,
     ) -> None:
         """Write this rank's part of a row-parallel product, with the residual if there is one."""
-        if weight.is_mkldnn or scales_o1 is not None:
-            product_td = _linear(inputs, weight, None, scales_o1)
+        product_td = _special_product(inputs, weight, None, scales_o1)
+        if product_td is not None:
             if residual_td is None:
                 out_td.copy_(product_td)
             else:
@@ -342,6 +342,9 @@ def _packed(weight: Tensor) -> Tensor:
     """
     if weight.numel() < PACKED_NUMBERS or not _packable(weight):
         return weight
+    if weight.dtype == torch.float32 and weight.shape[1] <= SHORT_INNER:
+        # `few_row_product` takes 0.6 of the time for one row, and as long for 16.
+        return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
     weight.untyped_storage().resize_(0)  # both at once would double a rank's memory while it loads
     return packed
@@ -359,13 +362,24 @@ def _linear(
     x_ti: Tensor, weight: Tensor, bias_o: Tensor | None = None, scales_o1: Tensor | None = None
 ) -> Tensor:
     """Compute `F.linear` with a matrix that may be packed, or in FP8 and has scales."""
-    if scales_o1 is not None:
-        product_to = rowwise_product(x_ti, weight, scales_o1)
-        return product_to if bias_o is None else product_to.add_(bias_o)
+    product_to = _special_product(x_ti, weight, bias_o, scales_o1)
+    return F.linear(x_ti, weight, bias_o) if product_to is None else product_to
+
+
+def _special_product(
+    x_ti: Tensor, weight: Tensor, bias_o: Tensor | None, scales_o1: Tensor | None
+) -> Tensor | None:
+    """Compute what `_linear` computes; return None if `F.linear` computes it best."""
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x_ti, weight, bias_o, "none", [], "")
         return product
-    return F.linear(x_ti, weight, bias_o)
+    if scales_o1 is not None:
+        product_to = rowwise_product(x_ti, weight, scales_o1)
+    elif (few := few_row_product(x_ti, weight)) is not None:
+        product_to = few
+    else:
+        return None
+    return product_to if bias_o is None else product_to.add_(bias_o)
 
 
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:

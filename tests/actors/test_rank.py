@@ -62,6 +62,7 @@ def test_only_ranks_that_compute_no_steps_pack_matrices(
     tiny_llama: Path, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "PACKED_NUMBERS", 1)
+    monkeypatch.setattr(network, "SHORT_INNER", 0)
     rank = alone(tiny_llama, role=role)
     rank.start()
     try:

@@ -14,6 +14,7 @@ from dense_reference import dense_attention
 from tiny_checkpoints import FAMILIES, make_checkpoint, random_tokens, reference_logits
 from torch import Tensor
 
+from csps.kernels import cpu_product
 from csps.models.checkpoints.loading import load_network
 from csps.models.network import network as network_module
 from csps.models.network.network import Layer, Network
@@ -228,8 +229,25 @@ def test_packed_matrices_give_the_logits_of_transformers(
     model_dir = checkpoint(name, **(BIASED[name] if biased else {}))
     token_ids = random_tokens(TOKENS)
     monkeypatch.setattr(network_module, "PACKED_NUMBERS", 1)
+    monkeypatch.setattr(network_module, "SHORT_INNER", 0)
     expected = reference_logits(model_dir, token_ids)
     for logits in forward_in_parallel(model_dir, tp_size, token_ids, CHUNKS, packed=True):
+        assert_logits(logits, expected)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("family", [*FAMILIES, *(f"{family} biased" for family in BIASED)])
+def test_products_of_few_rows_give_the_logits_of_transformers(
+    checkpoint: Callable[..., Path], family: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llvmlite")
+    assert cpu_product.prepare(torch.float32)
+    monkeypatch.setattr(cpu_product, "LEAST_BYTES", 0)
+    name, _, biased = family.partition(" ")
+    model_dir = checkpoint(name, **(BIASED[name] if biased else {}))
+    token_ids = random_tokens(TOKENS)
+    expected = reference_logits(model_dir, token_ids)
+    for logits in forward_in_parallel(model_dir, tp_size, token_ids, CHUNKS):
         assert_logits(logits, expected)
 
 
@@ -244,12 +262,15 @@ def test_packed_matrices_in_bf16_round_as_others(monkeypatch: pytest.MonkeyPatch
 
 
 def test_large_matrices_are_packed_and_others_stay() -> None:
-    long, wide = network_module.PACKED_NUMBERS // 100, 100
+    wide = network_module.SHORT_INNER + 1
+    long = -(-network_module.PACKED_NUMBERS // wide)
     large, small = torch.rand(long, wide), torch.rand(long - 1, wide)
     packed = network_module._packed(large)
     assert packed.is_mkldnn
     assert large.untyped_storage().nbytes() == 0
     assert network_module._packed(small) is small
+    narrow = torch.rand(2 * long, wide - 1)
+    assert network_module._packed(narrow) is narrow
     double = torch.rand(long, wide, dtype=torch.float64)
     assert network_module._packed(double) is double
 
@@ -258,6 +279,7 @@ def test_a_head_that_is_the_embedding_is_not_packed(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network_module, "PACKED_NUMBERS", 1)
+    monkeypatch.setattr(network_module, "SHORT_INNER", 0)
     tied = load_network(checkpoint("llama", tie_word_embeddings=True), packed=True)
     assert not tied.head_vd.is_mkldnn
     assert load_network(checkpoint("llama"), packed=True).head_vd.is_mkldnn
