@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from csps.actors.attention.base.engine import Engine
 from csps.actors.attention.choice import strategy_of
 from csps.actors.engine import decode_batch
 from csps.actors.engine.iteration import IterationBatch, batch_of
+from csps.actors.engine.reservations import BatchSequence
 from csps.protocols.core.placement import KvSlice
 from csps.protocols.gang.messages import Sampling
 from csps.protocols.gang.step_messages import PrefillStep
@@ -138,9 +140,11 @@ async def test_a_batch_is_built_again_when_a_rank_is_out_of_the_window(
     model = make_checkpoint(tmp_path, "mistral", sliding_window=9)
     built: list[tuple[int, ...]] = []
 
-    def build(engine: Engine, *arguments: Any) -> IterationBatch:
-        batch = batch_of(engine, *arguments)
-        if engine.rank == 0:
+    def build(
+        engine: Engine, sequences: Sequence[BatchSequence], computed: Sequence[int]
+    ) -> IterationBatch:
+        batch = batch_of(engine, sequences, computed)
+        if engine.rank == 0 and any(computed):  # others come behind the answer, until it is freed
             built.append((*batch.near.routes.outgoing,))
         return batch
 
