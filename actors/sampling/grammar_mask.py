@@ -1,8 +1,8 @@
 """The tokens that a grammar allows next.
 
-Most masks take 0.02 ms and are found when they are needed. Where the one before took long, a thread
-takes the sampled token into the grammar's state and finds the tokens that may follow while the
-network computes. Another thread compiles grammars, which takes it up to a second.
+Most masks take less than 0.1 ms and are found when they are needed. Where the one before took long,
+a thread takes the sampled token into the grammar's state and finds the tokens that may follow while
+the network computes. Another thread compiles grammars, which takes it up to a second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from csps.models.tokenizers.grammar import Grammars, GrammarState, GrammarThread
 from csps.protocols.core.errors import CspsError, DeadlineExceeded, InvalidRequest
 
 MASK_S = 10.0
-"""Limit of the wait for a mask. It takes 0.1 ms, and some 20 ms at the limits of a grammar."""
+"""Limit of the wait for a mask. Some take 20 ms at the limits of a grammar."""
 BESIDE_S = 0.3e-3
 """Time of a mask from which the next one is found beside the network. Handing over a shorter one
 takes longer than finding it, because two threads take turns at the interpreter."""
@@ -46,8 +46,8 @@ class GrammarMask:
         """Tokens that the state has taken."""
         self._state: GrammarState | None = None
         self._beside = True
-        """Whether the next mask is found beside the network: nobody knows how long the first takes.
-        It changes only while no mask is being found, so one thread at a time has the state."""
+        """Whether the next mask is found beside the network: the first one's time is unknown. It
+        changes only while no mask is being found, so one thread at a time has the state."""
         self._next: Future[tuple[Tensor | None, float]] | None = None
         """Mask after the tokens so far, if it is found beside the network."""
 
@@ -58,7 +58,7 @@ class GrammarMask:
 
     def after_answer(self, until: float) -> Tensor | CspsError:
         """Return bits, uint8 on the CPU, of which bit t % 8 of byte t // 8 is 1 if token t may come
-        next; or why nobody knows.
+        next; or the error.
 
         Args:
             until: time (`time.monotonic()`) until which this waits for the grammar to compile.

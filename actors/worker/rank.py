@@ -31,6 +31,7 @@ from csps.actors.worker.rank_config import RankConfig
 from csps.actors.worker.router_connection import RouterAttachment, RpcThread
 from csps.actors.worker.saved_kv import SavedKv, open_files
 from csps.actors.worker.startup import load_engine, open_log, warm_up
+from csps.models.tokenizers.grammar import start_grammar_thread
 from csps.protocols.core.errors import FaultError
 from csps.protocols.gang.messages import Attach, ConnectKv, Notify, RankDescription, RankStats
 from csps.protocols.rpc import schema
@@ -182,7 +183,10 @@ class Rank:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
-        thread.start()
+        if name == "engine":
+            start_grammar_thread(thread)
+        else:
+            thread.start()
 
     def _break(self, exc: BaseException) -> None:
         """Give up this rank because of an error."""

@@ -39,6 +39,8 @@ _WORD_BITS = 16
 def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tuple[Engine, str]:
     """Return the engine of a rank and the fingerprint of its weights (`model_fingerprint`)."""
     dtype = getattr(torch, config.dtype)
+    if mesh.device.type == "cpu":
+        cpu_product.prepare(dtype)  # before matrices are read: those without such code are packed
     with open_checkpoint(Path(config.model_dir), config.model_overrides) as checkpoint:
         network = read_network(
             checkpoint,
@@ -88,8 +90,6 @@ def load_engine(config: RankConfig, mesh: Mesh, instance: InstanceGroup) -> tupl
         dtypes={dtype, pool.k.dtype},
         device=engine.device,
     )
-    if engine.device.type == "cpu":
-        cpu_product.prepare(dtype)
     return engine, fingerprint
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csps.kernels.cpu_product import SHORT_INNER, few_row_product
+from csps.kernels.cpu_product import SHORT_INNER, few_row_product, has_code
 from csps.kernels.quantized_kv import round_kv
 from csps.kernels.rowwise_fp8 import rowwise_product
 from csps.models.network.experts import add_experts, gated, route, row_products, summable
@@ -342,8 +342,8 @@ def _packed(weight: Tensor) -> Tensor:
     """
     if weight.numel() < PACKED_NUMBERS or not _packable(weight):
         return weight
-    if weight.dtype == torch.float32 and weight.shape[1] <= SHORT_INNER:
-        # `few_row_product` takes 0.6 of the time for one row, and as long for 16.
+    if weight.dtype == torch.float32 and weight.shape[1] <= SHORT_INNER and has_code(weight):
+        # `few_row_product` takes 0.6 of the time for one row, as long for 16, and 1.2 for 32.
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
     weight.untyped_storage().resize_(0)  # both at once would double a rank's memory while it loads
@@ -373,12 +373,9 @@ def _special_product(
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x_ti, weight, bias_o, "none", [], "")
         return product
-    if scales_o1 is not None:
-        product_to = rowwise_product(x_ti, weight, scales_o1)
-    elif (few := few_row_product(x_ti, weight)) is not None:
-        product_to = few
-    else:
-        return None
+    if scales_o1 is None:
+        return few_row_product(x_ti, weight, bias_o)
+    product_to = rowwise_product(x_ti, weight, scales_o1)
     return product_to if bias_o is None else product_to.add_(bias_o)
 
 

@@ -51,6 +51,18 @@ whose stack overflows dies. The router's parsers, of which one may, have the usu
 have compiled does not overflow a rank's."""
 
 _Result = TypeVar("_Result")
+_stack_size = threading.Lock()
+"""Guards the size of new threads' stacks, which all of the process share."""
+
+
+def start_grammar_thread(thread: threading.Thread) -> None:
+    """Start a thread whose stack is large enough to follow grammars."""
+    with _stack_size:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
 
 
 class GrammarThread:
@@ -80,12 +92,8 @@ class GrammarThread:
         with self._starting:
             if self._thread is not None:
                 return
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            finally:
-                threading.stack_size(before)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            start_grammar_thread(self._thread)
 
     def _run(self) -> None:
         while True:

@@ -32,6 +32,7 @@ from csps.actors.worker.rank_config import RankConfig
 from csps.models.network import network
 from csps.models.network.checkpoint_json import CheckpointError
 from csps.models.network.network import Layer
+from csps.models.tokenizers.grammar import STACK_BYTES
 from csps.protocols.core.errors import DeadlineExceeded, FaultError, ProtocolError
 from csps.protocols.gang.messages import JoinBatch, PrefillDone
 from csps.protocols.rpc.schema import pack
@@ -69,6 +70,24 @@ def test_only_ranks_that_compute_no_steps_pack_matrices(
         assert rank.engine.network.layers[0].weights.qkv.is_mkldnn == (role == "decode")
     finally:
         rank.close()
+
+
+def test_only_the_engine_has_the_stack_that_follows_grammars(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks: dict[str, int] = {}
+    start_now, usual = threading.Thread.start, threading.stack_size()
+
+    def start(thread: threading.Thread) -> None:
+        stacks[thread.name] = threading.stack_size()
+        start_now(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    rank = alone(tiny_llama, role="decode")
+    rank.start()
+    rank.close()
+    assert stacks["engine"] == STACK_BYTES
+    assert {size for name, size in stacks.items() if name != "engine"} == {usual}
 
 
 def test_closing_ends_all_threads(tiny_llama: Path) -> None:

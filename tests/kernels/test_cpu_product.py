@@ -24,9 +24,10 @@ BLOCK = cpu_product_ir.BLOCK
 
 @pytest.fixture(autouse=True, scope="module")
 def small_matrices() -> Iterator[None]:
-    """Let small matrices be computed, too."""
+    """Let small matrices be computed, too, and leave nothing prepared for other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_product, "LEAST_BYTES", 0)
+        patch.setattr(cpu_product, "_prepared", {})
         yield
 
 
@@ -39,7 +40,7 @@ def operands(rows: int, outputs: int, inner: int, dtype: torch.dtype) -> tuple[T
 def check(x_ti: Tensor, weight_oi: Tensor) -> None:
     """Compare with fp64, within the rounding of fp32 sums and of the result."""
     assert cpu_product.prepare(weight_oi.dtype)
-    rows = cpu_product.most_rows(x_ti.shape[1], weight_oi.dtype)
+    rows = cpu_product.max_rows(x_ti.shape[1], weight_oi.dtype)
     parts = [cpu_product.few_row_product(x, weight_oi) for x in x_ti.split(rows)]
     product_to = torch.cat([part for part in parts if part is not None])
     assert product_to.dtype == x_ti.dtype
@@ -79,8 +80,38 @@ def test_rows_of_a_longer_matrix_are_read_alone() -> None:
     check(x_ti, weight_oi[BLOCK : 3 * BLOCK])
 
 
+def test_rows_of_a_wider_matrix_are_multiplied() -> None:
+    x_ti, weight_oi = operands(3, 2 * BLOCK, 6 * LANES, torch.float32)
+    check(x_ti[:, LANES : 3 * LANES], weight_oi[:, : 2 * LANES].contiguous())
+
+
+def test_the_bias_is_added_before_the_sum_is_rounded() -> None:
+    assert cpu_product.prepare(torch.bfloat16)
+    x_ti, weight_oi = operands(4, 2 * BLOCK, 4 * LANES, torch.bfloat16)
+    bias_o = -100 * torch.ones(2 * BLOCK, dtype=torch.bfloat16)
+    product_to = cpu_product.few_row_product(x_ti, weight_oi, bias_o)
+    assert product_to is not None
+    exact_to = x_ti.double() @ weight_oi.double().T - 100
+    assert ((product_to - exact_to).abs() <= exact_to.abs() * 2**-8 * 1.01).all()
+
+
+def test_outputs_alone_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory around them belongs to others."""
+    assert cpu_product.prepare(torch.float32)
+    x_ti, weight_oi = operands(5, 3 * BLOCK + 7, 2 * LANES, torch.float32)
+    around = torch.full((5 + 2, 3 * BLOCK + 7), 7.0)
+    monkeypatch.setattr(torch, "empty", lambda *shape: around[1:-1])
+    product_to = cpu_product.few_row_product(x_ti, weight_oi)
+    monkeypatch.undo()
+    assert product_to is not None
+    assert product_to.data_ptr() == around[1].data_ptr()
+    assert (around[0] == 7).all()
+    assert (around[-1] == 7).all()
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """A sum has one order, so that an answer's tokens do not depend on who else decodes."""
+    """A sum has one order for any number of rows that are computed here."""
+    assert cpu_product.prepare(torch.float32)
     x_ti, weight_oi = operands(8, 3 * BLOCK, 5 * LANES, torch.float32)
     together = cpu_product.few_row_product(x_ti, weight_oi)
     assert together is not None
@@ -102,6 +133,8 @@ def test_torch_computes_what_has_no_code() -> None:
         (x_ti[:, :-1], weight_oi[:, :-1].contiguous()),
         (x_ti[:, LANES:], weight_oi[:, LANES:]),
         (x_ti.double(), weight_oi.double()),
+        (x_ti.bfloat16(), weight_oi),
+        (x_ti[:, :LANES], weight_oi),
     ):
         assert cpu_product.few_row_product(*case) is None
 

@@ -241,14 +241,25 @@ def test_products_of_few_rows_give_the_logits_of_transformers(
     checkpoint: Callable[..., Path], family: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llvmlite")
+    monkeypatch.setattr(cpu_product, "_prepared", {})
     assert cpu_product.prepare(torch.float32)
     monkeypatch.setattr(cpu_product, "LEAST_BYTES", 0)
+    computed: list[int] = []
+
+    def few_row_product(x_ti: Tensor, *others: Any) -> Tensor | None:
+        product_to = cpu_product.few_row_product(x_ti, *others)
+        if product_to is not None:
+            computed.append(len(x_ti))
+        return product_to
+
+    monkeypatch.setattr(network_module, "few_row_product", few_row_product)
     name, _, biased = family.partition(" ")
     model_dir = checkpoint(name, **(BIASED[name] if biased else {}))
     token_ids = random_tokens(TOKENS)
     expected = reference_logits(model_dir, token_ids)
     for logits in forward_in_parallel(model_dir, tp_size, token_ids, CHUNKS):
         assert_logits(logits, expected)
+    assert set(computed) >= set(CHUNKS), "torch has computed them"
 
 
 def test_packed_matrices_in_bf16_round_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +272,9 @@ def test_packed_matrices_in_bf16_round_as_others(monkeypatch: pytest.MonkeyPatch
     assert (packed - exact).abs().max() <= 1.1 * (plain - exact).abs().max()
 
 
-def test_large_matrices_are_packed_and_others_stay() -> None:
+def test_large_matrices_are_packed_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite")
+    monkeypatch.setattr(cpu_product, "_prepared", {})
     wide = network_module.SHORT_INNER + 1
     long = -(-network_module.PACKED_NUMBERS // wide)
     large, small = torch.rand(long, wide), torch.rand(long - 1, wide)
@@ -269,9 +282,13 @@ def test_large_matrices_are_packed_and_others_stay() -> None:
     assert packed.is_mkldnn
     assert large.untyped_storage().nbytes() == 0
     assert network_module._packed(small) is small
-    narrow = torch.rand(2 * long, wide - 1)
+    wide = network_module.SHORT_INNER
+    narrow, other = torch.rand(2 * long, wide), torch.rand(2 * long, wide)
+    assert cpu_product.prepare(torch.float32)
     assert network_module._packed(narrow) is narrow
-    double = torch.rand(long, wide, dtype=torch.float64)
+    monkeypatch.setattr(cpu_product, "_prepared", {})
+    assert network_module._packed(other).is_mkldnn, "there is no code for it"
+    double = torch.rand(2 * long, wide, dtype=torch.float64)
     assert network_module._packed(double) is double
 
 

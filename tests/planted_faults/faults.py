@@ -1086,6 +1086,38 @@ RANKS = (
 
 RETAINED_KV = "tests/actors/test_retained_kv.py"
 
+PRODUCTS = (
+    Fault(
+        name="The last outputs of a product of few rows lie behind its memory.",
+        file="kernels/cpu_product_ir.py",
+        old="block_start.least(end - BLOCK)",
+        new="block_start",
+        test="tests/kernels/test_cpu_product.py::test_outputs_alone_are_written",
+    ),
+    Fault(
+        name="Rows of a product that fill no group are computed twice.",
+        file="kernels/cpu_product_ir.py",
+        old="(row + r).least(count - 1)",
+        new="row.least(count - 1)",
+        test="tests/kernels/test_cpu_product.py::test_equals_the_product_in_fp64",
+    ),
+    Fault(
+        name="A matrix that compiled code cannot multiply is not packed either.",
+        file="models/network/network.py",
+        old=" and weight.shape[1] <= SHORT_INNER and has_code(weight):",
+        new=" and weight.shape[1] <= SHORT_INNER:",
+        test="tests/models/test_network.py::test_large_matrices_are_packed_and_others_stay",
+    ),
+    Fault(
+        name="The engine follows grammars on a thread with the usual stack.",
+        file="actors/worker/rank.py",
+        old="            start_grammar_thread(thread)\n",
+        new="            thread.start()\n",
+        test="tests/actors/test_rank.py"
+        "::test_only_the_engine_has_the_stack_that_follows_grammars",
+    ),
+)
+
 RANK_GAPS = (
     Fault(
         name="A second eviction during a step replaces the first.",
@@ -1312,6 +1344,7 @@ FAULTS: tuple[Fault, ...] = (
     *REPORTS,
     *WIRE,
     *RANKS,
+    *PRODUCTS,
     *RANK_GAPS,
     *UPDATES,
     *WINDOWS,
