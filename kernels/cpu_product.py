@@ -74,9 +74,7 @@ def has_code(weight_oi: Tensor) -> bool:
     )
 
 
-def few_row_product(
-    x_ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None
-) -> Tensor | None:
+def few_row_product(x_ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor | None:
     """Compute `F.linear` with fp32 sums, (t, o) in the dtype of `x_ti`.
 
     Returns:

@@ -1113,8 +1113,7 @@ PRODUCTS = (
         file="actors/worker/rank.py",
         old="            start_grammar_thread(thread)\n",
         new="            thread.start()\n",
-        test="tests/actors/test_rank.py"
-        "::test_only_the_engine_has_the_stack_that_follows_grammars",
+        test="tests/actors/test_rank.py::test_only_the_engine_has_the_stack_that_follows_grammars",
     ),
 )
 
