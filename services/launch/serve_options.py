@@ -91,10 +91,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--quantization",
-        type=_parser_of(WEIGHT_DTYPES),
+        type=_weight_dtype,
         metavar="FORM",
-        help="form of feed-forward weights: fp8 has a scale for each row (default: that of "
-        "--dtype, also if the checkpoint is quantized)",
+        help="fp8: store feed-forward weights in FP8, one scale per row (default: --dtype, also "
+        "for quantized checkpoints)",
     )
     group.add_argument(
         "--max-model-len",
@@ -239,6 +239,16 @@ def _parser_of(known: Mapping[str, str]) -> Callable[[str], str]:
         return known[text]
 
     return setting
+
+
+def _weight_dtype(text: str) -> str:
+    if text not in WEIGHT_DTYPES:
+        raise argparse.ArgumentTypeError(
+            f"csps does not quantize to {abridged(text)}. Checkpoints that are already in FP8, "
+            "MXFP4 or compressed-tensors are detected: drop the option. fp8 keeps feed-forward "
+            "weights in FP8"
+        )
+    return WEIGHT_DTYPES[text]
 
 
 def _count(text: str) -> int:

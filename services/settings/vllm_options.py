@@ -151,7 +151,9 @@ IGNORED: Mapping[str, Ignored] = {
     "use-tqdm-on-load": _switch("ranks load without a progress bar"),
     "max-parallel-loading-workers": Ignored("ranks load at once"),
     "safetensors-load-strategy": Ignored("files are mapped and read once"),
-    "disable-hybrid-kv-cache-manager": _switch("all layers store all positions"),
+    "disable-hybrid-kv-cache-manager": _switch(
+        "all layers store all positions, unless decode.window_slots is set"
+    ),
     "disable-frontend-multiprocessing": _switch(_ONE_LOOP),
     "api-server-count": Ignored(_ONE_LOOP),
     "enable-auto-tool-choice": _switch("tools are always allowed"),

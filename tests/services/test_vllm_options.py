@@ -123,6 +123,17 @@ def test_weights_have_a_form_of_their_own(text: str) -> None:
     assert parsed(f"needle --quantization {text}").args["weight_dtype"] == "fp8"
 
 
+@pytest.mark.parametrize("text", ["awq", "gptq", "mxfp4", "compressed-tensors"])
+def test_files_that_are_quantized_need_no_option(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed(f"needle --quantization {text}")
+    said = capsys.readouterr().err
+    assert f"--quantization: csps does not quantize to '{text}'. Checkpoints that are" in said
+    assert "are detected: drop the option" in said
+
+
 def test_a_form_of_kv_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parsed("needle --kv-cache-dtype fp8")

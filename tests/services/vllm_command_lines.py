@@ -45,7 +45,7 @@ LINES = [
     Line(
         "docs: api/cli/serve",
         "TheBloke/Llama-2-13B-AWQ \\\n  --quantization awq",
-        refused="--quantization: the format 'awq' is not known here; known: fp8, ptpc_fp8",
+        refused="--quantization: csps does not quantize to 'awq'. Checkpoints that are already in",
     ),
     Line(
         "docs: api/cli/serve",
