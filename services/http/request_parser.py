@@ -160,14 +160,14 @@ class RequestParser:
     ) -> int:
         """Return the limit of an answer whose request sets none, as long as it fits.
 
-        Four such answers have room side by side on a gang that decodes, with their prompts, unless
-        these are longer than an eighth of it.
+        Four such answers have room side by side on a gang that decodes, with their prompts, each
+        on one instance, unless the prompts are longer than half of such a part.
         """
         if self._default_max_tokens is not None:
             return self._default_max_tokens
         if capacity_check is None:
             return LONGEST_DEFAULT
-        quarter = capacity_check.decode_capacity // 4
+        quarter = capacity_check.decode_share(4)
         return max(1, min(LONGEST_DEFAULT, max(quarter - prompt_tokens, quarter // 2)))
 
     def _max_tokens(
@@ -181,7 +181,7 @@ class RequestParser:
                 room if capacity_check is None else capacity_check.longest_answer(prompt.tokens)
             )
             default = self.default_max_tokens(capacity_check, prompt.tokens)
-            wanted = max(1, min(default, room, longest))
+            wanted = max(1, min(max(default, body.sampling.min_tokens), room, longest))
         if wanted > room:
             # The gangs' slots may be a lower limit than the model's positions.
             here = (
@@ -194,9 +194,9 @@ class RequestParser:
                 at_least=prompt.more_tokens,
             )
         if body.sampling.min_tokens > wanted:
+            remedy = "; set max_tokens" if body.sampling.max_tokens else ""
             raise InvalidRequest(
-                f"min_tokens: must not exceed the answer's limit of {wanted} tokens; "
-                "set max_tokens",
+                f"min_tokens: must not exceed the answer's limit of {wanted} tokens{remedy}",
                 param="min_tokens",
             )
         return wanted

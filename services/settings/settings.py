@@ -464,8 +464,8 @@ class Settings(SettingsSection):
     """Form of KV in memory. `auto` is `dtype`; `int8` is 8 bits with a scale for each token and KV
     head, on CPUs only."""
     weight_dtype: Literal["auto", "fp8"] = "auto"
-    """Form of the matrices of feed-forward layers in memory. `auto` is `dtype`; `fp8` is FP8 with a
-    scale for each row, by which tokens are multiplied in FP8 as well."""
+    """Form of the matrices of feed-forward layers in memory. `auto` is `dtype`; `fp8`: 8-bit floats
+    with one scale per row; activations are also quantized to FP8, one scale per token."""
     quantum_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     """About how long a rank computes a prefill step before it turns to other waiting work: a
     high-priority step, or a decode iteration of its own."""
@@ -477,9 +477,10 @@ class Settings(SettingsSection):
     max_positions: Count | None = None
     """Longest prompt plus answer; None means the model's own limit."""
     default_max_tokens: Count | None = None
-    """Answer length of a chat request that does not set one. None: with the prompt, a quarter of
-    the KV slots of the gang that decodes, but an eighth of them behind a long one, at most 4,096
-    and at most what is left of the context."""
+    """Answer length of a chat request that does not set one. By default, prompt and answer together
+    may use a quarter of the decode gang's KV slots, less where four such parts do not fit the
+    instances. A long prompt still leaves half of that for the answer. The limit is 4,096 tokens and
+    the remaining context."""
     tool_format: Literal["auto", "hermes", "llama3", "harmony", "none"] = "auto"
     """How the model writes calls of tools; `auto`: as its chat template shows."""
     reasoning: Literal["auto", "think", "harmony", "none"] = "auto"
@@ -521,13 +522,13 @@ class Settings(SettingsSection):
         # Replaced at once: all ranks must compute in one dtype, whatever machine each is on, and
         # measurements and KV of another one do not fit.
         if self.dtype == "auto":
-            best = "bfloat16" if self._on_gpus or multiplies_bf16() else "float32"
+            best = "bfloat16" if self.asks_for_gpus or multiplies_bf16() else "float32"
             object.__setattr__(self, "dtype", best)  # a frozen model
         return self
 
     @model_validator(mode="after")
     def _eight_bits_are_for_cpus(self) -> Self:
-        if self.kv_dtype == "int8" and self._on_gpus:
+        if self.kv_dtype == "int8" and self.asks_for_gpus:
             raise ValueError(
                 "kv_dtype: int8 is for CPUs, and these ranks compute on GPUs: set kv_dtype to auto "
                 "(KV in dtype), or device to cpu and num_gpus to 0"
@@ -536,7 +537,7 @@ class Settings(SettingsSection):
 
     @model_validator(mode="after")
     def _fp8_has_results_in_bf16(self) -> Self:
-        if self.weight_dtype == "fp8" and self._on_gpus and self.dtype != "bfloat16":
+        if self.weight_dtype == "fp8" and self.asks_for_gpus and self.dtype != "bfloat16":
             raise ValueError(
                 f"weight_dtype: fp8 needs dtype: bfloat16 on GPUs, not {self.dtype}: set dtype to "
                 "bfloat16, or weight_dtype to auto"
@@ -544,7 +545,7 @@ class Settings(SettingsSection):
         return self
 
     @property
-    def _on_gpus(self) -> bool:
+    def asks_for_gpus(self) -> bool:
         """Return whether ranks are to compute on GPUs."""
         return any(gang.num_gpus for gang in self.gangs.values()) and self.device != "cpu"
 

@@ -166,13 +166,16 @@ async def test_the_model_card_has_the_longest_length_that_fits_the_gangs(
         assert f"context length is {promised} tokens" in longer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("kv_slots", "words"), [(500, 1), (500, 30), (2_000_000, 1)])
+@pytest.mark.parametrize(
+    ("instances", "kv_slots", "words"),
+    [(2, 500, 1), (2, 500, 30), (2, 2_000_000, 1), (1, 1000, 1), (3, 500, 1), (5, 500, 1)],
+)
 async def test_four_answers_without_max_tokens_run_side_by_side(
-    parser: RequestParser, kv_slots: int, words: int
+    parser: RequestParser, instances: int, kv_slots: int, words: int
 ) -> None:
-    """Each takes a quarter of the decode gang with its prompt; but of a long one an eighth, and of
-    a large gang 4,096."""
-    decode = FakeGang("decode", "d1", kv_slots=kv_slots)
+    """Each takes a quarter of the decode gang with its prompt, but not more than its part of an
+    instance; of a long one half as much, and of a large gang 4,096."""
+    decode = FakeGang("decode", "d1", instances=instances, kv_slots=kv_slots)
     async with served(parser, decode=decode) as server:
         server.cell.run_by_itself()
         ends: list[Callable[[], None]] = []
@@ -196,11 +199,24 @@ async def test_four_answers_without_max_tokens_run_side_by_side(
         for end in ends:
             end()
         for answer in await asyncio.gather(*asked):
-            quarter, prompt = 2 * kv_slots // 4, answer["usage"]["prompt_tokens"]
+            on_an_instance = {1: 4, 2: 2, 3: 2, 5: 1}[instances]
+            quarter, prompt = kv_slots // on_an_instance, answer["usage"]["prompt_tokens"]
             assert (prompt < quarter // 2) == fits
             limit = min(4096, max(quarter - prompt, quarter // 2))
             assert answer["usage"]["completion_tokens"] == limit
             assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_least_answer_longer_than_the_default_is_as_long(parser: RequestParser) -> None:
+    decode = FakeGang("decode", "d1", kv_slots=500)
+    async with served(parser, decode=decode) as server:
+        server.cell.run_by_itself()
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        url = "/v1/chat/completions"
+        answer = await server.client.post(url, json={**body, "min_tokens": 300})
+        assert answer.json()["usage"]["completion_tokens"] == 300
+        too_long = await server.client.post(url, json={**body, "min_tokens": 501})
+        assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "min_tokens")
 
 
 # --- before admission ------------------------------------------------------------------------

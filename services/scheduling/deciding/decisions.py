@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from typing import Protocol
@@ -12,7 +13,14 @@ from csps.configurator.costs.cost_table import Costs
 from csps.protocols.core.errors import ContextLengthExceeded
 from csps.protocols.core.placement import KvSlice
 from csps.services.scheduling.events.events import GangId, InstanceId, RequestId, SequenceId
-from csps.services.scheduling.state.state import Cached, GangPair, Priority, Request, Sequence
+from csps.services.scheduling.state.state import (
+    Cached,
+    Gang,
+    GangPair,
+    Priority,
+    Request,
+    Sequence,
+)
 
 
 class SchedulerView(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
@@ -262,10 +270,10 @@ class CapacityCheck:
         limits = (min(_context_limit(pair), pair.prefill.capacity) for pair in self._pairs)
         return max(limits, default=0)
 
-    @property
-    def decode_capacity(self) -> int:
-        """KV slots of the smallest gang that decodes; 0 without gangs."""
-        return min((pair.decode.capacity for pair in self._pairs), default=0)
+    def decode_share(self, requests: int) -> int:
+        """Return the KV slots that each of so many requests may take to have room side by side on
+        every gang that decodes, none of them on more than one instance; 0 without gangs."""
+        return min((_share(pair.decode, requests) for pair in self._pairs), default=0)
 
     @property
     def decode_slots(self) -> int:
@@ -307,6 +315,11 @@ class CapacityCheck:
             else:
                 too_long = middle
         return fits
+
+
+def _share(gang: Gang, requests: int) -> int:
+    on_an_instance = math.ceil(requests / len(gang.slots_by_order))
+    return min(gang.capacity // requests, min(gang.slots_by_order) // on_an_instance)
 
 
 def _context_limit(pair: GangPair) -> int:
