@@ -1,7 +1,7 @@
 """Products in FP8 (E4M3): a scale for each row of a weight, and one for each token.
 
-A scale maps the largest number of its row to 448, the largest of FP8. GPUs multiply the numbers as
-they are (`torch._scaled_mm`). On CPUs the same product is computed in fp32, which is the reference
+A scale maps the largest number of its row to 448, the largest of FP8. GPUs multiply the FP8 values
+directly (`torch._scaled_mm`). On CPUs the same product is computed in fp32, which is the reference
 for GPUs and saves memory, but no time.
 
 Shape suffixes: r rows, n numbers of a row, t tokens, i inputs, o outputs.
@@ -14,11 +14,11 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LEAST_CAPABILITY = (8, 9)
-"""Compute capability from which on GPUs multiply FP8 (Ada, Hopper)."""
+"""Minimum compute capability for FP8 products (Ada, Hopper)."""
 ALIGNMENT = 16
 """GPUs multiply matrices whose sides are multiples of this."""
 BLOCK_NUMBERS = 2**20
-"""Numbers of a weight that a CPU turns to fp32 at a time."""
+"""Weight elements expanded to fp32 at a time on CPUs."""
 _MOST = 448.0
 _LEAST_SCALE = 2.0**-120
 """Scale of zeros."""
@@ -74,11 +74,13 @@ def unsupported_device(device: torch.device) -> str | None:
     """Return why a device cannot multiply FP8; None if it can."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device)
+    return unsupported_capability(torch.cuda.get_device_name(device), capability)
+
+
+def unsupported_capability(name: str, found: tuple[int, int]) -> str | None:
+    """Return why GPUs of this name and compute capability cannot multiply FP8; None if they can."""
     if found >= LEAST_CAPABILITY:
         return None
     least, have = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, found))
-    return (
-        f"{torch.cuda.get_device_name(device)} has compute capability {have}, and multiplying "
-        f"FP8 needs {least}"
-    )
+    return f"{name} has compute capability {have}, and multiplying FP8 needs {least}"

@@ -113,6 +113,8 @@ class WeightSizes:
     """Bytes of the tensors that it reads, in the weight files, complete."""
     quantized: tuple[str, ...]
     """Formats of those that are not stored as floats."""
+    rounded_twice: bool
+    """True if some are stored as FP8 in blocks, and kept as FP8 by row."""
 
 
 def load_network(
@@ -184,7 +186,7 @@ def read_network(
     if fp8:
         places = _with_fp8(checkpoint, spec, places)
         _check_device(spec, shard, torch.device(device), dtype)
-    _log_quantized(_sizes(checkpoint, places, dtype), dtype)
+    _log_quantized(_sizes(checkpoint, places, dtype), dtype, fp8=fp8)
     # All tensors before any is read: otherwise malloc places some between the temporary ones of
     # dequantization, whose holes then stay. Pages that nobody has written take no memory.
     parameters = places.map(lambda place: empty(place, dtype, device))
@@ -208,27 +210,32 @@ def _check_device(
     """Raise UnsupportedModelError if a device cannot multiply a rank's matrices in FP8."""
     if device.type != "cuda":
         return
-    sides = spec.hidden, len(shard.intermediate)
     reason = unsupported_device(device)
     if reason is None and dtype != torch.bfloat16:
         reason = f"products in FP8 have the type bfloat16, and dtype is {dtype}"
-    if reason is None and any(side % ALIGNMENT for side in sides):
-        reason = (
-            f"a rank's feed-forward matrices have sides of {sides[0]} and {sides[1]}, which must "
-            f"be multiples of {ALIGNMENT}"
-        )
     if reason is not None:
         raise UnsupportedModelError(f"weight_dtype: fp8: {reason}; set weight_dtype to auto")
+    _check_alignment(spec, shard)
 
 
-def _log_quantized(sizes: WeightSizes, dtype: torch.dtype) -> None:
+def _check_alignment(spec: ModelSpec, shard: TpShard) -> None:
+    """Raise UnsupportedModelError if no GPU can multiply a rank's matrices in FP8."""
+    sides = spec.hidden, len(shard.intermediate)
+    if any(side % ALIGNMENT for side in sides):
+        raise UnsupportedModelError(
+            f"weight_dtype: fp8: a rank's feed-forward matrices are {sides[0]} by {sides[1]}, and "
+            f"GPUs need multiples of {ALIGNMENT}; set weight_dtype to auto"
+        )
+
+
+def _log_quantized(sizes: WeightSizes, dtype: torch.dtype, *, fp8: bool) -> None:
     if sizes.quantized:
         _log.info(
             "weights stored as %s (%.1f GiB) take %.1f GiB as %s on this rank",
             ", ".join(sizes.quantized),
             sizes.stored_bytes / 2**30,
             sizes.loaded_bytes / 2**30,
-            str(dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch.") + (" and FP8" if fp8 else ""),
         )
 
 
@@ -255,11 +262,15 @@ def measure_weights(
     dtype: torch.dtype = torch.float32,
     tp_size: int = 1,
     fp8: bool = False,
+    on_gpu: bool = False,
 ) -> WeightSizes:
     """Measure the weights of the first of `tp_size` ranks; read none.
 
     Every tensor is looked up in the headers of the weight files. Whatever `load_network` would
     reject is rejected here as well, in the time that it takes to open the files.
+
+    Args:
+        on_gpu: whether the ranks compute on GPUs, which multiply FP8 in some shapes only.
 
     Raises:
         CheckpointError: as `load_network`.
@@ -271,6 +282,8 @@ def measure_weights(
         places = _places(checkpoint, spec, shard)
         if fp8:
             places = _with_fp8(checkpoint, spec, places)
+            for rank in range(tp_size if on_gpu else 0):
+                _check_alignment(spec, tp_shard_of(spec, rank, tp_size))
         return _sizes(checkpoint, places, dtype)
 
 
@@ -280,11 +293,13 @@ def _sizes(
     counts = [(checkpoint.count(place), memory_dtype(place, dtype).itemsize) for place in places]
     scales = sum(checkpoint.count(place) for place in places if place[0].kept == "scales")
     stored = _stored(checkpoint, places)
+    in_fp8 = _stored(checkpoint, (place for place in places if place[0].kept == "fp8"))
     return WeightSizes(
         parameters=sum(count for count, _ in counts) - scales,
         loaded_bytes=sum(count * size for count, size in counts),
         stored_bytes=sum(checkpoint.weights.bytes_of(part) for part in _parts(stored)),
         quantized=tuple(sorted({tensor.format for tensor in stored} - set(FLOATS))),
+        rounded_twice=any(one.format == "FP8" and one.read_fp8 is None for one in in_fp8),
     )
 
 

@@ -95,10 +95,11 @@ from those of transformers.
 QUANTIZED = """\
 ## Weights
 
-Files hold floats ({floats}) or quantized weights. Quantized weights
-are dequantized to `dtype` while they are read, bit for bit as transformers does. Activations are
-not quantized. A rank takes the memory of `dtype`, however small the files are. `csps check-config`
-and `csps serve` say how much before anything is loaded.
+Files hold floats ({floats}) or quantized weights. Unless
+`weight_dtype` is `fp8` (below), quantized weights are dequantized to `dtype` while they are read,
+bit for bit as transformers does. Activations are then not quantized, and a rank takes the memory of
+`dtype`, however small the files are. `csps check-config` and `csps serve` say how much before
+anything is loaded.
 
 {formats}
 
@@ -106,14 +107,15 @@ and `csps serve` say how much before anything is loaded.
 
 `weight_dtype: fp8` (`csps serve --quantization fp8`) keeps the matrices of feed-forward layers in
 FP8 (E4M3) with a scale for each row, a byte for each number, as Context Parallelism does. Before a
-product, each token is quantized with a scale of its own. Tests hold the result to a computation
-from this definition.
+product, each token is quantized with a scale of its own. Tests compare the logits with an
+independent implementation of this definition.
 
 - **Files** that hold FP8 with a scale for each tensor or row are kept bit for bit. All others are
-  rounded to FP8 while they are read, FP8 in blocks for the second time.
-- **GPUs** multiply FP8 (`torch._scaled_mm`) from compute capability {capability} on, with
-  `dtype: bfloat16` and matrices whose sides are multiples of {alignment}. Others are refused when
-  ranks start. No GPU has run it yet.
+  rounded to FP8 while they are read. FP8 with block scales is therefore rounded twice;
+  `csps check-config` and `csps serve` say so.
+- **GPUs** (`torch._scaled_mm`) need compute capability {capability}, `dtype: bfloat16`, and matrix
+  dimensions divisible by {alignment}; otherwise `csps check-config` and ranks refuse. No GPU has
+  run it yet.
 - **CPUs** compute the same product in fp32. That saves memory and costs time.
 - **Models with experts** are refused.
 - **With `tp`**, each rank has a scale for its part of a row, unless the files have one, and for its

@@ -34,7 +34,7 @@ FP8 = ("F8_E4M3",)
 _BITS = {"BF16": 16, **{f"{kind}{bits}": bits for kind in "FIU" for bits in (8, 16, 32, 64)}}
 """Bits of a number by the first part of its type's name."""
 FORMATS = {
-    "fp8": "FP8, a scale for each tensor or block (`weight_scale_inv`)",
+    "fp8": "FP8, a scale for each tensor, row or block (`weight_scale_inv`)",
     "mxfp4": "MXFP4 (`_blocks` and `_scales`), in which gpt-oss is published",
     "compressed-tensors": "compressed-tensors with FP8 (`float-quantized`) or symmetric integers "
     "of 4 or 8 bits (`pack-quantized`)",

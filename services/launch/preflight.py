@@ -70,6 +70,11 @@ def dequantization(settings: Settings) -> list[str]:
                 f"{sizes.loaded_bytes / GIB:.1f} GiB of {settings.dtype}"
                 f"{' and FP8' if settings.weight_dtype == 'fp8' else ''}"
             )
+            if sizes.rounded_twice:
+                lines[-1] += (
+                    ". FP8 in blocks is rounded a second time, to FP8 by row; weight_dtype: auto "
+                    "keeps its numbers"
+                )
     return lines
 
 

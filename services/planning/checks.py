@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from csps.kernels.rowwise_fp8 import unsupported_device
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.models.tokenizers.chat_template import read_chat_template
 from csps.protocols.core.errors import ConfigError
@@ -31,6 +32,8 @@ class Resources:
 
     cores: int
     gpus: int
+    no_fp8: str | None = None
+    """Reason why the GPUs cannot multiply FP8."""
     where: str = "this machine"
 
 
@@ -38,7 +41,12 @@ def resources_here() -> Resources:
     """Return the cores and GPUs of this machine."""
     import torch
 
-    return Resources(cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    return Resources(
+        cores=len(os.sched_getaffinity(0)),
+        gpus=gpus,
+        no_fp8=unsupported_device(torch.device("cuda", 0)) if gpus else None,
+    )
 
 
 def check_settings(settings: Settings) -> None:
@@ -131,6 +139,8 @@ def check_resources(settings: Settings, resources: Resources) -> None:
                 f"GPUs, and {resources.where} has {resources.gpus}: lower instances or tp, set "
                 "num_gpus to 0, or name other hardware (--hardware)"
             )
+        if gang.num_gpus and settings.weight_dtype == "fp8" and resources.no_fp8 is not None:
+            raise ConfigError(without_fp8(resources.no_fp8))
         if not gang.num_gpus and gang.threads > resources.cores:
             raise ConfigError(
                 f"{role}.threads is {gang.threads}, and {resources.where} has "
@@ -144,6 +154,11 @@ def check_resources(settings: Settings, resources: Resources) -> None:
             f"{settings.gangs[role].instances}, so all ranks need {sum(cpus.values()):g} CPUs, and "
             f"{resources.where} has {resources.cores}: lower one of them; Ray only counts CPUs"
         )
+
+
+def without_fp8(reason: str) -> str:
+    """Return the error's text for GPUs that cannot multiply FP8."""
+    return f"weight_dtype: fp8: {reason}; set weight_dtype to auto"
 
 
 def check_places(settings: Settings) -> None:

@@ -29,6 +29,8 @@ class Device:
     name: str
     gpu_bytes: int | None
     """Memory of a GPU; None for a core."""
+    capability: tuple[int, int] | None
+    """Compute capability of a GPU; None for a core."""
     product_flops: float
     attention_flops: float
     memory_bytes_s: float
@@ -67,6 +69,7 @@ def named_hardware(text: str) -> Hardware:
         device=Device(
             name=known[name.lower()],
             gpu_bytes=int(gpu["memory_gib"] * 2**30),
+            capability=tuple(gpu["capability"]),
             product_flops=flops * reached["products"],
             attention_flops=flops * reached["attention"],
             memory_bytes_s=gpu["memory_gb_s"] * 1e9 * reached["memory"],
@@ -114,6 +117,7 @@ def measured_core(dtype: torch.dtype) -> Device:
     return Device(
         name="core",
         gpu_bytes=None,
+        capability=None,
         product_flops=flops,
         attention_flops=0.5 * flops,
         memory_bytes_s=copied,

@@ -31,9 +31,8 @@ SHELL_BYTES = 3 * GIB // 4
 RANK_BYTES = GIB // 4
 """Python and torch of one rank, without the parts counted below."""
 HEAP_BYTES = GIB // 16
-"""Most memory of freed temporaries that malloc keeps at the end of its heap (glibc's largest
-M_TRIM_THRESHOLD). Of the shapes of `benchmarks/planned_memory.py`, ranks have 32 to 125 MiB more
-than their temporaries, and nothing with thresholds fixed at 128 KiB."""
+"""Allowance for freed temporaries that malloc keeps (glibc's largest trim threshold). Ranks of the
+shapes of `benchmarks/planned_memory.py` kept 32 to 125 MiB."""
 GPU_BYTES = 3 * GIB // 2
 """CUDA, NCCL's buffers and compiled kernels on a GPU. Not measured: no GPU has been at hand."""
 
@@ -379,6 +378,7 @@ def rank_weights(role: GangRole, settings: Settings) -> WeightSizes:
             dtype=getattr(torch, settings.dtype),
             tp_size=settings.gangs[role].tp,
             fp8=settings.weight_dtype == "fp8",
+            on_gpu=settings.asks_for_gpus,
         )
 
 

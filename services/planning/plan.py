@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
+from csps.kernels.rowwise_fp8 import unsupported_capability
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole
 from csps.services.measured.scheduler_inputs import latency_table
+from csps.services.planning.checks import without_fp8
 from csps.services.planning.hardware import Device, Hardware, measured_core
 from csps.services.planning.machine import GIB
 from csps.services.planning.memory import RankNeed, rank_need
@@ -42,6 +44,8 @@ class Plan:
     """Predicted time to the first token by length of the prompt, with nothing else running."""
     token_s: float
     """Predicted time of a further token behind the longest of these prompts."""
+    fp8_on_cores: bool = False
+    """True if the times leave out that cores expand weights in FP8 in every product."""
 
     @property
     def longest_prompt(self) -> int:
@@ -82,6 +86,7 @@ def make_plan(settings: Settings, hardware: Hardware | None) -> Plan:
         decode_tokens=decoding.slots * settings.decoding.instances,
         ttft_s={},
         token_s=0.0,
+        fp8_on_cores=hardware is None and settings.weight_dtype == "fp8",
     )
     longest = plan.longest_prompt
     lengths = [length for length in LENGTHS if length < longest] + [longest]
@@ -101,6 +106,11 @@ def _check_gpus(settings: Settings, hardware: Hardware) -> None:
             raise ConfigError(
                 f"{role}.num_gpus is 0, and --hardware plans for GPUs: set num_gpus to 1"
             )
+    device = hardware.device
+    if settings.weight_dtype == "fp8" and device.capability is not None:
+        reason = unsupported_capability(device.name, device.capability)
+        if reason is not None:
+            raise ConfigError(without_fp8(reason))
     if ranks > hardware.count:
         shape = ", ".join(
             f"{role}.instances {gang.instances} x tp {gang.tp}"
@@ -217,6 +227,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"predicted time to the first token by prompt: {times}"
     yield f"predicted time of a further token behind the longest: {_seconds(plan.token_s)}"
     yield f"speeds: {plan.device.origin}"
+    if plan.fp8_on_cores:
+        yield "these times do not count weight_dtype: fp8, which costs time on CPUs"
 
 
 def _size(count: int) -> str:

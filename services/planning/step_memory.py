@@ -114,7 +114,7 @@ class StepMemory:
         return tokens * (self._kept + self._qkv) + self._block(tokens) * block
 
     def _storing(self, tokens: int) -> int:
-        """Count keys in 8 bits, and values as they become such."""
+        """Count int8 keys, and values while they are quantized."""
         if not self.eight_bit_kv:
             return 0
         stored = len(self._shard.kv_heads) * row_width(self.spec.head_dim, INT8)

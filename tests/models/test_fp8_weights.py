@@ -46,11 +46,23 @@ def logits_of_ranks(model_dir: Path, tp: int, token_ids: list[int], **chunks: An
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text", "glm4", "internlm2"])
-def test_logits_are_those_of_the_definition(tmp_path: Path, family: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"mlp_bias": True}),
+        ("phi3", {}),
+        ("gemma3_text", {}),
+        ("glm4", {}),
+        ("internlm2", {}),
+    ],
+)
+def test_logits_are_those_of_the_definition(
+    tmp_path: Path, family: str, config: dict[str, bool], tp: int
+) -> None:
     """Rounding turns differences of 1e-7 into those of an FP8 number, now and then: most logits are
     as near as ever, and all far nearer than to a model that is not quantized."""
-    model, token_ids = make_checkpoint(tmp_path, family), random_tokens(TOKENS)
+    model, token_ids = make_checkpoint(tmp_path, family, **config), random_tokens(TOKENS)
     expected, exact = fp8_logits(model, token_ids, tp), reference_logits(model, token_ids)
     lost = (exact - expected).abs()
     for chunks in ((), (5, 20, 12)):
@@ -144,7 +156,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     [
         ((8, 6), torch.bfloat16, 96, "compute capability 8.6"),
         ((9, 0), torch.float32, 96, "have the type bfloat16"),
-        ((9, 0), torch.bfloat16, 88, "multiples of 16"),
+        ((9, 0), torch.bfloat16, 88, "are 64 by 88, and GPUs need multiples of 16"),
     ],
 )
 def test_devices_that_cannot_are_refused(

@@ -1314,6 +1314,21 @@ OPERATING = (
         "::test_four_answers_without_max_tokens_run_side_by_side",
     ),
     Fault(
+        name="A chat's default length forgets that an answer lies on one instance.",
+        file="services/scheduling/deciding/decisions.py",
+        old="min(gang.capacity // requests, min(gang.slots_by_order) // on_an_instance)",
+        new="gang.capacity // requests",
+        test="tests/services/test_http_gangs.py"
+        "::test_four_answers_without_max_tokens_run_side_by_side",
+    ),
+    Fault(
+        name="GPUs that cannot multiply FP8 are planned for with it.",
+        file="services/planning/plan.py",
+        old="raise ConfigError(without_fp8(reason))",
+        new="pass",
+        test="tests/services/test_planning.py::test_fp8_is_planned_for_gpus_that_multiply_it",
+    ),
+    Fault(
         name="With vLLM's prefix a full gang hides behind an empty one.",
         file="services/telemetry/metrics.py",
         old="lambda: max(load.counts.prefill_kv",

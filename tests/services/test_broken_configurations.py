@@ -80,7 +80,7 @@ def test_a_broken_configuration_is_found(
     for name, value in case.get("env", {}).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "config.yaml").write_text(configuration(case, taken))
-    assert main(["check-config"]) == 1
+    assert main(["check-config", *case.get("words", [])]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     for part in case["says"]:

@@ -53,23 +53,30 @@ def allocated(config: Settings, section: Any) -> tuple[int, int]:
     return sum(tensor.nbytes for tensor in seen.values()), pool.k.nbytes + pool.v.nbytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+FORMS = [
+    (1, "float32", "auto"),
+    (2, "bfloat16", "auto"),
+    (4, "float32", "auto"),
+    (2, "bfloat16", "int8"),
+]
+
+
 @pytest.mark.parametrize(
-    ("tp", "dtype", "kv_dtype"),
+    ("family", "tp", "dtype", "kv_dtype", "weight_dtype"),
     [
-        (1, "float32", "auto"),
-        (2, "bfloat16", "auto"),
-        (4, "float32", "auto"),
-        (2, "bfloat16", "int8"),
+        *((family, *form, "auto") for family in FAMILIES for form in FORMS),
+        *(("llama", *form, "fp8") for form in FORMS),
+        ("gemma3_text", 2, "bfloat16", "auto", "fp8"),
     ],
 )
 def test_weights_and_kv_are_what_ranks_allocate(
-    family: str, tp: int, dtype: str, kv_dtype: str, tmp_path: Path
+    family: str, tp: int, dtype: str, kv_dtype: str, weight_dtype: str, tmp_path: Path
 ) -> None:
     config = settings(
         make_checkpoint(tmp_path, family),
         dtype=dtype,
         kv_dtype=kv_dtype,
+        weight_dtype=weight_dtype,
         prefill={"instances": 3, "tp": tp, "kv_slots": 700},
         decode={"instances": 1, "tp": 2, "kv_slots": 900},
     )

@@ -123,11 +123,37 @@ def test_quantized_weights_are_announced(
         assert line in said
 
 
+@pytest.mark.parametrize(("block", "twice"), [((16, 32), True), (None, False)])
+def test_blocks_that_are_rounded_twice_are_announced(
+    block: tuple[int, int] | None, twice: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quantized_checkpoints import fp8_checkpoint
+
+    fp8_checkpoint(tmp_path / "model", "llama", block)
+    for form in ("auto", "fp8"):
+        config = config_of(tmp_path / "model", dtype="bfloat16", weight_dtype=form)
+        assert main(["check-config", "--config", config]) == 0
+        said = capsys.readouterr().out
+        assert ("rounded a second time" in said) == (twice and form == "fp8")
+
+
 def test_experts_in_fp8_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "model", "qwen3_moe")
     capsys.readouterr()  # transformers shows its progress
     error = refusal("check-config", config_of(tmp_path / "model", weight_dtype="fp8"), capsys)
     assert "models without experts only; set weight_dtype to auto" in error
+
+
+def test_shapes_that_gpus_do_not_multiply_in_fp8_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "model", "llama", intermediate_size=88)
+    capsys.readouterr()
+    gangs = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
+    config = config_of(tmp_path / "model", dtype="bfloat16", weight_dtype="fp8", **gangs)
+    error = refusal("check-config", config, capsys)
+    assert "prefill.tp: weight_dtype: fp8: a rank's feed-forward matrices are 64 by 88" in error
+    assert "multiples of 16; set weight_dtype to auto" in error
 
 
 def test_transfer_memory_below_one_token_is_refused(

@@ -20,9 +20,10 @@ from csps.cli import main
 from csps.models.checkpoints.loading import load_network
 from csps.protocols.core.errors import ConfigError
 from csps.services.planning import memory as planned_memory
+from csps.services.planning.checks import Resources, check_resources
 from csps.services.planning.hardware import GPUS, measured_core, named_hardware
 from csps.services.planning.machine import GIB, MainMemory, main_memory
-from csps.services.planning.memory import auto_slots, memory_need, rank_need
+from csps.services.planning.memory import auto_slots, memory_need, rank_need, rank_weights
 from csps.services.planning.plan import Plan, lines, make_plan
 from csps.services.settings.settings import Settings
 
@@ -33,13 +34,22 @@ def settings(model_dir: Path | str, **args: Any) -> Settings:
     return Settings.model_validate({"model": str(model_dir), **args})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "weight_dtype"),
+    [*((family, "auto") for family in FAMILIES), ("llama", "fp8"), ("gemma3_text", "fp8")],
+)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_bytes_on_a_gpu_are_torchs_own(family: str, tp: int, tmp_path: Path) -> None:
+def test_bytes_on_a_gpu_are_torchs_own(
+    family: str, weight_dtype: str, tp: int, tmp_path: Path
+) -> None:
     """On the meta device, which has sizes and no memory."""
     gang = {**ON_GPUS, "tp": tp, "kv_slots": 700}
     config = settings(
-        make_checkpoint(tmp_path, family), dtype="bfloat16", prefill=gang, decode=gang
+        make_checkpoint(tmp_path, family),
+        dtype="bfloat16",
+        weight_dtype=weight_dtype,
+        prefill=gang,
+        decode=gang,
     )
     need = rank_need("prefill", config, gpu_bytes=80 * GIB)
     network = load_network(
@@ -48,6 +58,7 @@ def test_bytes_on_a_gpu_are_torchs_own(family: str, tp: int, tmp_path: Path) -> 
         dtype=torch.bfloat16,
         device="meta",
         all_reduce=lambda tensor: tensor,
+        fp8=weight_dtype == "fp8",
     )
     tensors = {id(tensor): tensor for tensor in (network.embedding_vd, network.head_vd)}
     tensors |= {id(network.norm_d): network.norm_d}
@@ -245,6 +256,47 @@ def test_a_further_token_passes_its_experts_only(tmp_path: Path) -> None:
     assert read == pytest.approx(2 * 3 * 3 * 64 * 24 * 2)
 
 
+@pytest.mark.parametrize("name", yaml.safe_load(GPUS.read_text())["gpus"])
+def test_fp8_is_planned_for_gpus_that_multiply_it(name: str) -> None:
+    gang = {**ON_GPUS, "kv_slots": 1000, "instances": 1}
+    config = settings("needle", dtype="bfloat16", weight_dtype="fp8", prefill=gang, decode=gang)
+    hardware = named_hardware(f"2x{name}")
+    if name not in ("A100", "A100-40GB", "A10"):
+        make_plan(config, hardware)
+        return
+    with pytest.raises(ConfigError, match=r"FP8 needs 8\.9; set weight_dtype to auto"):
+        make_plan(config, hardware)
+
+
+def test_fp8_is_checked_on_the_gpus_that_are_here() -> None:
+    gang = {**ON_GPUS, "instances": 1}
+    fp8, plain = (
+        settings("needle", dtype="bfloat16", weight_dtype=form, prefill=gang, decode=gang)
+        for form in ("fp8", "auto")
+    )
+    found = Resources(cores=8, gpus=2, no_fp8="a GPU has compute capability 8.6")
+    check_resources(plain, found)
+    check_resources(fp8, replace(found, no_fp8=None))
+    with pytest.raises(ConfigError, match=r"weight_dtype: fp8: a GPU has .* 8\.6; set weight_"):
+        check_resources(fp8, found)
+
+
+@pytest.mark.parametrize(("width", "tp"), [(96, 4), (88, 1)])
+def test_fp8_shapes_are_checked_for_gpus(tmp_path: Path, width: int, tp: int) -> None:
+    """On CPUs they do not matter."""
+    model = make_checkpoint(tmp_path, "llama", intermediate_size=width)
+    for num_gpus in (0, 1):
+        gang = {"num_gpus": num_gpus, "tp": tp}
+        config = settings(
+            model, dtype="bfloat16", weight_dtype="fp8", prefill=gang, decode={"num_gpus": num_gpus}
+        )
+        if not num_gpus:
+            rank_weights("prefill", config)
+            continue
+        with pytest.raises(ConfigError, match=rf"prefill\.tp: .* 64 by {width // tp}, and GPUs"):
+            rank_weights("prefill", config)
+
+
 def test_what_does_not_fit_is_refused_with_what_does() -> None:
     huge = {**ON_GPUS, "kv_slots": 10**9}
     with pytest.raises(ConfigError, match=r"prefill.kv_slots is 1000000000: .* at most \d+ fit"):
@@ -271,6 +323,9 @@ def test_the_plan_says_what_fits(
     assert "'needle' on 4 prefill and 4 decode ranks" in said
     assert "longest prompt: 65535 tokens, by positions" in said
     assert "are assumed, not measured" in said
+    for form in ("auto", "fp8"):
+        said = list(lines(make_plan(settings("needle", weight_dtype=form), None)))
+        assert any("do not count weight_dtype: fp8" in line for line in said) == (form == "fp8")
     plan = make_plan(settings("needle", prefill={"kv_slots": 1000}), None)
     assert plan.longest_prompt == 2000
     assert any("2000 tokens, by kv_slots" in line for line in lines(plan))
