@@ -28,6 +28,7 @@ from csps.services.evaluation.answerers import LocalAnswerer, ServerAnswerer, cl
 from csps.services.evaluation.cases import Evaluation
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.evaluation.scores import Answered, evaluate, sensitivity, summary
+from csps.services.planning.memory import one_line
 from csps.services.settings.settings import shipped_models
 
 if TYPE_CHECKING:  # matplotlib is optional
@@ -118,12 +119,13 @@ def _measure(
     """Return what ``--json`` writes."""
     if arguments.base_url:
         return _measure_server(arguments, evaluation, report)
-    model = LocalModel.load(
-        arguments.model,
-        getattr(torch, arguments.dtype),
-        rounds_kv=arguments.kv_dtype == "int8",
-        fp8=arguments.weight_dtype == "fp8",
-    )
+    with one_line("--model"):
+        model = LocalModel.load(
+            arguments.model,
+            getattr(torch, arguments.dtype),
+            rounds_kv=arguments.kv_dtype == "int8",
+            fp8=arguments.weight_dtype == "fp8",
+        )
     count = model.count if _is_counted(evaluation.filler) else None
     output = {
         "evaluation": asdict(evaluation),
@@ -282,6 +284,12 @@ def _refuse_contradictions(parser: argparse.ArgumentParser, arguments: argparse.
         parser.error("--questions must be a multiple of --share")
     if arguments.base_url and arguments.sensitivity:
         parser.error("--sensitivity changes the KV, so it needs the model in this process")
+    for option in ("kv_dtype", "weight_dtype"):
+        if arguments.base_url and getattr(arguments, option) != "auto":
+            parser.error(
+                f"--{option.replace('_', '-')} is for the model in this process: a server's "
+                f"setting {option} decides there"
+            )
     if arguments.base_url and arguments.share > 1 and "single" in arguments.kinds:
         parser.error("a server sees all needles of a shared haystack: single needs --share 1")
     if arguments.extra_body and not arguments.base_url:

@@ -12,6 +12,7 @@ import torch
 from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
 
+from csps.cli import main
 from csps.configurator.regressors.samples import wilson
 from csps.models.needle_prompts.filler import FILLER_KINDS
 from csps.models.needle_prompts.haystack import KINDS, ORDERS, Kind, Order
@@ -185,6 +186,8 @@ def test_a_failing_server_is_an_error_and_no_wrong_answer() -> None:
     [
         ["--base-url", "http://test", "--sensitivity"],
         ["--base-url", "http://test", "--share", "5"],
+        ["--base-url", "http://test", "--weight-dtype", "fp8"],
+        ["--base-url", "http://test", "--kv-dtype", "int8"],
         ["--kinds", "riddle"],
         ["--questions", "10", "--share", "3"],
         ["--extra-body", '{"csps": {}}'],
@@ -205,6 +208,18 @@ def test_contradictory_arguments_are_refused(
 def test_an_unreachable_server_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--base-url", "http://127.0.0.1:9", "--lengths", "256"]) == 1
     assert "http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_moe")
+    capsys.readouterr()  # transformers shows its progress
+    assert main(["eval", "--model", str(model), "--weight-dtype", "fp8"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("csps: --model: ")
+    assert "models without experts only" in error
+    assert error.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
