@@ -251,14 +251,21 @@ def _answer_key(csa: CsaSettings) -> tuple[object, ...]:
 
 SHIPPED = Path(__file__).parent / "shipped"
 DIGEST_DIGITS = 16
+SHIPPED_FOR = ("float32", "bfloat16")
+"""Number types in which answers of the included model were compared: nearly all are the same."""
 
 
 @cache
-def shipped_accuracy(model_digest: str) -> AccuracyModel | None:
+def shipped_accuracy(model_digest: str, number_types: str = "float32") -> AccuracyModel | None:
     """Return the regressor of the model with this digest of its weights; None if none ships.
+
+    Args:
+        number_types: types of weights and KV with which the model is served.
 
     Raises:
         ConfigError: the shipped regressor is broken, or belongs to a digest that begins alike.
     """
     folder = SHIPPED / model_digest[:DIGEST_DIGITS] / KIND
+    if number_types not in SHIPPED_FOR:
+        return None
     return AccuracyModel.load(folder, {"weights": model_digest}) if folder.is_dir() else None

@@ -34,7 +34,7 @@ def accuracy_model(settings: Settings) -> AccuracyModel | str:
     try:
         return AccuracyModel.load(accuracy_folder(folder), of_model(identity))
     except CspsError as error:
-        return shipped_accuracy(identity.weights) or str(error)
+        return shipped_accuracy(identity.weights, identity.dtype) or str(error)
 
 
 def predicted_options(settings: Settings, accuracy: AccuracyModel | str) -> PredictedOptions | str:

@@ -263,7 +263,7 @@ def _accuracy(
             points, group_shapes=tuple(arguments.groups), layered_shapes=tuple(layered)
         )
     if arguments.bounds:
-        shipped = shipped_accuracy(weights)
+        shipped = shipped_accuracy(weights, settings.number_types)
         points = ChosenPoints(
             **vars(points),
             measured=base.rows(AccuracyRow),

@@ -84,7 +84,7 @@ def _accuracy(
         ConfigError: too little was measured, or nothing of a model without a shipped regressor.
     """
     rows = base.rows(AccuracyRow)
-    shipped = None if rows else shipped_accuracy(identity.weights)
+    shipped = None if rows else shipped_accuracy(identity.weights, identity.dtype)
     if shipped is not None:
         print(f"loss of accuracy, as shipped: {shipped.description.samples} configurations")
         return shipped

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
-from csps.configurator.regressors.accuracy import SHIPPED, shipped_accuracy
+from csps.configurator.regressors.accuracy import SHIPPED, AccuracyModel, shipped_accuracy
 from csps.configurator.regressors.samples import Setting, places_of
 from csps.models.checkpoints.checkpoint import weights_digest
 from csps.models.network.spec import read_spec
 from csps.protocols.attention.csa import CsaSettings
-from csps.services.settings.settings import shipped_models
+from csps.services.measured.attention_options import accuracy_model
+from csps.services.settings.settings import Settings, shipped_models
 
 ROOT = Path(__file__).parents[2]
 NEEDLE = shipped_models() / "needle"
@@ -41,6 +42,26 @@ def test_scored_by_the_same_layer_the_included_model_loses_nothing(tokens: int) 
 
 def test_other_weights_have_no_shipped_regressor() -> None:
     assert shipped_accuracy("0" * 64) is None
+
+
+@pytest.mark.parametrize(
+    ("forms", "known"),
+    [
+        ({}, True),
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "float16"}, False),
+        ({"weight_dtype": "fp8"}, False),
+        ({"kv_dtype": "int8"}, False),
+    ],
+)
+def test_number_types_that_were_not_measured_have_no_shipped_regressor(
+    forms: dict[str, str], known: bool, tmp_path: Path
+) -> None:
+    base = str(tmp_path / "nothing.sib")
+    settings = Settings.model_validate(
+        {"model": "needle", "scaling_information_base": base, **forms}
+    )
+    assert isinstance(accuracy_model(settings), AccuracyModel) == known
 
 
 def test_regressors_are_in_the_wheel() -> None:
