@@ -217,11 +217,20 @@ def kernels(sizes: Sizes, clock: Clock, report: Report) -> None:
                 if in_time:
                     error, work = check(sizes, *shape)
                     report.add("kernels", what, largest_error=error, ms=1e3 * clock.seconds(work))
-    for name, compare in (("sampling", _sampling), ("product in FP8", _fp8)):
-        with report.trying("kernels", name, 20.0) as in_time:
-            if in_time:
-                error, work = compare(sizes)
-                report.add("kernels", name, largest_error=error, ms=1e3 * clock.seconds(work))
+    with report.trying("kernels", "sampling", 20.0) as in_time:
+        if in_time:
+            error, work = _sampling(sizes)
+            report.add("kernels", "sampling", largest_error=error, ms=1e3 * clock.seconds(work))
+    for matrix in ("gate_up", "down"):
+        for rows in (1, 3, sizes.kernel_tokens):
+            what = f"product in FP8, {matrix}, {rows} rows"
+            with report.trying("kernels", what, 20.0) as in_time:
+                if in_time:
+                    error, work, plain = _fp8(sizes, matrix, rows)
+                    report.add(
+                        "kernels", what, largest_error=error, ms=1e3 * clock.seconds(work),
+                        unquantized_ms=1e3 * clock.seconds(plain),
+                    )  # fmt: skip
 
 
 Checked = tuple[float, Callable[[], object]]
@@ -339,21 +348,27 @@ def _sampling(sizes: Sizes) -> Checked:
     return float((work().cpu() != sample(scores, filters, uniforms)).sum()), work
 
 
-def _fp8(sizes: Sizes) -> Checked:
-    """Compare the largest model's first product of a feed-forward layer with one in fp64 of the
-    same FP8 numbers."""
+def _fp8(
+    sizes: Sizes, matrix: str, rows: int
+) -> tuple[float, Callable[[], object], Callable[[], object]]:
+    """Compare a product of the largest model's feed-forward layers with one in fp64 of the same
+    FP8 numbers; return also what to time without FP8."""
     import torch
+    from torch.nn.functional import linear
 
     from csps.kernels.rowwise_fp8 import quantize_rows, rowwise_product
 
     shape = LLAMAS[sizes.models[-1]]
     like = {"device": sizes.device, "dtype": getattr(torch, sizes.dtype)}
-    x = torch.randn(sizes.kernel_tokens, shape["hidden"], **like)
-    weight, scales = quantize_rows(0.02 * torch.randn(shape["mlp"], shape["hidden"], **like))
+    hidden, mlp = shape["hidden"], shape["mlp"]
+    outputs, inputs = (2 * mlp, hidden) if matrix == "gate_up" else (hidden, mlp)
+    x = torch.randn(rows, inputs, **like)
+    floats = 0.02 * torch.randn(outputs, inputs, **like)
+    weight, scales = quantize_rows(floats)
     work = partial(rowwise_product, x, weight, scales)
     own, own_scales = quantize_rows(x)
     exact = own.double() @ weight.double().T * own_scales * scales.T
-    return _largest(work(), exact), work
+    return _largest(work(), exact), work, partial(linear, x, floats)
 
 
 # --- models -------------------------------------------------------------------------------------
