@@ -63,7 +63,7 @@ SHAPES = {
     "bfloat16": Shape(kind="bfloat16", gib=1.2, dtype="bfloat16", slots=4096),
     "float32": Shape(kind="bfloat16", gib=0.8, dtype="float32", slots=4096),
     "tp2": Shape(kind="bfloat16", gib=2.4, dtype="bfloat16", tp=2, slots=4096),
-    "fp8": Shape(kind="fp8", gib=0.9, dtype="bfloat16", slots=4096),
+    "fp8-files": Shape(kind="fp8", gib=0.9, dtype="bfloat16", slots=4096),
     "experts": Shape(kind="experts", gib=1.5, dtype="bfloat16", slots=4096),
     "long": Shape(kind="bfloat16", gib=1.0, dtype="bfloat16", slots=16_384),
 }
