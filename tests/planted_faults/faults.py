@@ -566,10 +566,18 @@ REUSED_KV = (
     Fault(
         name="What is read behind a front is retained before the front is computed.",
         file="services/scheduling/core/restores.py",
-        old="if restore.took_ns is None or restore.front is not None:",
+        old="if restore.took_ns is None or not restore.front_over:",
         new="if restore.took_ns is None:",
         test=f"{SCHEDULING}/test_restores.py::"
         "test_a_request_starts_behind_its_front_and_what_was_read",
+    ),
+    Fault(
+        name="A prompt whose front kills its gang has one computed by the next gang, too.",
+        file="services/scheduling/core/restores.py",
+        old="request.restored = front_started or request.lost_restores > 1",
+        new="request.restored = False",
+        test=f"{SCHEDULING}/test_restores.py::"
+        "test_a_prompt_whose_front_kills_its_gang_kills_one_more",
     ),
     Fault(
         name="The beginning of a prompt, computed while the rest is read, is sampled.",

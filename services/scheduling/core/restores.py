@@ -70,7 +70,9 @@ class Restore(Live, kw_only=True, eq=False):
     ref: PrefixRef | None
     """Reference to the cached prefix that the KV follows."""
     front: Request | None = None
-    """Beginning of the prompt that is computed meanwhile, until that is over."""
+    """Beginning of the prompt that is computed meanwhile."""
+    front_over: bool = True
+    """False until the front has ended, if there is one."""
     took_ns: int | None = None
     """Time of reading, once all instances have answered."""
     good: bool = True
@@ -305,6 +307,7 @@ class Restores:
             timer=self._timers.at(now_ns + computing_ns, partial(self._release, request)),
             ref=self._ref(request, gang, cached),
             front=front,
+            front_over=front is None,
         )
         self._prefix.restore(gang, source, found)
         _log.debug(
@@ -358,9 +361,9 @@ class Restores:
         """Note which fronts are over. What has become of them, the prefix cache knows."""
         for of, restore in list(self._reading.items()):
             front = restore.front
-            if front is None or not self._is_over(front):
+            if front is None or restore.front_over or not self._is_over(front):
                 continue
-            restore.front = None
+            restore.front_over = True
             known = self._prefix.beginning(restore.request, restore.gang.id, restore.found.start)
             if known is not None and known.tokens == restore.found.start:
                 before = restore.ref
@@ -376,7 +379,7 @@ class Restores:
 
     def _end_if_over(self, of: tuple[GangId, SequenceId], restore: Restore) -> None:
         """End a restore once its files are read and its front is over."""
-        if restore.took_ns is None or restore.front is not None:
+        if restore.took_ns is None or not restore.front_over:
             return
         del self._reading[of]
         gang, found, request = restore.gang, restore.found, restore.request
@@ -387,13 +390,20 @@ class Restores:
         self._release(request)
 
     def drop(self, gang: Gang) -> None:
-        """Drop what a gang that is gone was listing and reading."""
+        """Drop what a gang that is gone was listing and reading.
+
+        Reading, or computing a front, may be what killed it: the next gang reads once more for a
+        request, and computes no other front of it.
+        """
         self._listed(gang.id)
         for of in [of for of in self._reading if of[0] == gang.id]:
             restore = self._reading.pop(of)
             self._timers.cancel(restore.timer)
-            restore.request.restored = False
-            self._release(restore.request)
+            request, front = restore.request, restore.front
+            request.lost_restores += 1
+            front_started = front is not None and front.sequence is not None
+            request.restored = front_started or request.lost_restores > 1
+            self._release(request)
 
     def check(self) -> None:
         """Assert that requests wait only for files that are being listed or read."""

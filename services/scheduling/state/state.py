@@ -242,6 +242,8 @@ class Request(Live, kw_only=True, eq=False):
     """Prefixes that gangs had at a version of their trees (`prefix_cache.py`)."""
     restored: bool = False
     """True if files were read for it, or are not worth it: once is enough."""
+    lost_restores: int = 0
+    """Gangs that died while they read files for it."""
     front: bool = False
     """True if it stands for the beginning of another request's prompt, which has its id. It is
     computed and retained, and nothing is sampled (`core.restores`)."""

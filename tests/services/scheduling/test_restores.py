@@ -51,10 +51,10 @@ class Filing(SchedulerHarness):
         self.bring_up()
 
     def bring_up(self, *runs: SavedRun, speed: int = FAST) -> list[cmd.AnyCommand]:
-        """Bring a prefill gang up that has files of these runs; return what starts once it has
-        listed them."""
-        self.bring_up_unlisted()
-        return self.report(*runs, speed=speed, listed=True)
+        """Bring a prefill gang up that has files of these runs; return what starts, at once or once
+        it has listed them."""
+        commands = self.bring_up_unlisted()
+        return [*commands, *self.report(*runs, speed=speed, listed=True)]
 
     def bring_up_unlisted(self) -> list[cmd.AnyCommand]:
         """Bring a prefill gang up that has not listed its files; return what starts at once."""
@@ -77,8 +77,8 @@ class Filing(SchedulerHarness):
     def instances(self) -> list[int]:
         return [instance_id(self._gang, index) for index in range(2)]
 
-    def die(self) -> None:
-        self.turn(ev.GangDown(gang=self._gang, reason="killed"))
+    def die(self) -> list[cmd.AnyCommand]:
+        return self.turn(ev.GangDown(gang=self._gang, reason="killed"))
 
     def ask(self, blocks: int, prompt: int) -> list[cmd.AnyCommand]:
         """Submit a request whose text begins with so many known blocks."""
@@ -294,11 +294,15 @@ class Halved:
     ) -> None:
         monkeypatch.setattr(saved_runs, "RUN_BLOCKS", blocks)
         self.filing = Filing(sp=1)
-        runs = self.filing.saved_by(40, 1300)
-        assert [run.start for run in runs] == list(range(0, 1280, blocks * BLOCK))
+        self.runs = self.filing.saved_by(40, 1300)
+        assert [run.start for run in self.runs] == list(range(0, 1280, blocks * BLOCK))
         self.filing.die()
         self.speed = int(like_computing(1300, 1280) * faster)
-        self.filing.bring_up(*runs, speed=self.speed)
+        self.bring_up()
+
+    def bring_up(self) -> list[cmd.AnyCommand]:
+        """Bring a gang up that has the prompt in files; return what starts."""
+        return self.filing.bring_up(*self.runs, speed=self.speed)
 
     def ask(self) -> tuple[Sent, RestoreKv]:
         """Ask for the prompt; return the plan of its front, and what is read meanwhile."""
@@ -398,6 +402,46 @@ def test_a_gang_that_dies_with_a_front_lets_its_request_go(
     plan = sent(halved.filing.bring_up())
     assert (plan.request, plan.reserve.cached) == (front.request, 0)
     assert plan.reserve.message.prompt_tokens == 1300
+
+
+def test_a_prompt_whose_front_kills_its_gang_kills_one_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    front, _ = halved.ask()
+    halved.filing.die()
+    commands = halved.bring_up()
+    plan = sent(commands)
+    assert (plan.request, plan.reserve.cached) == (front.request, 0)
+    assert plan.reserve.message.prompt_tokens == 1300
+    assert not to_files(commands, RestoreKv)
+    (failed,) = only(halved.filing.die(), cmd.Fail)
+    assert (failed.request_id, failed.error.code) == (front.request, "GangLost")
+
+
+def test_a_prompt_that_kills_its_gang_behind_its_front_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    front, _ = halved.ask()
+    halved.filing.turn(*front.steps_done())
+    halved.filing.die()
+    commands = halved.bring_up()
+    assert sent(commands).reserve.message.prompt_tokens == 1300
+    assert not to_files(commands, RestoreKv)
+
+
+def test_files_that_kill_two_gangs_are_not_read_by_a_third() -> None:
+    filing = Filing()
+    runs = filing.saved_by(10, 330)
+    filing.die()
+    filing.ask(10, 330)
+    for _ in range(2):
+        assert to_files(filing.bring_up(*runs), RestoreKv)
+        filing.die()
+    commands = filing.bring_up(*runs)
+    assert not to_files(commands, RestoreKv)
+    assert sent(commands).reserve.cached == 0
 
 
 def test_a_busy_gang_reads_all_that_it_would_compute_later(
