@@ -301,15 +301,17 @@ class Requests:
         request.blocked_ns = None
         self._blocked.pop(request.id, None)
 
-    def begin_front(self, request: Request, tokens: int, block_tokens: int) -> Request | None:
-        """Let the first tokens of a waiting request be computed, in its place in the queue; None if
-        so short a prompt would wait elsewhere.
+    def may_be_front(self, request: Request, tokens: int) -> bool:
+        """Return whether so short a prompt would wait in the same queue as its request."""
+        return self._policy.priority(tokens, self._gangs.pairs) == request.priority
+
+    def begin_front(self, request: Request, tokens: int, block_tokens: int) -> Request:
+        """Let the first tokens of a waiting request be computed, in its place in the queue.
 
         Args:
             tokens: whole blocks of `block_tokens`.
         """
-        if self._policy.priority(tokens, self._gangs.pairs) != request.priority:
-            return None
+        assert self.may_be_front(request, tokens), "a front would wait in another queue"
         front = msgspec.structs.replace(
             request,
             prompt_tokens=tokens,

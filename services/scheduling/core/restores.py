@@ -210,7 +210,11 @@ class Restores:
         if self._may_split(request, gang) and self._is_idle(gang):
             # The more is computed, the less is read: best is one of the two where both take alike.
             times_ns = partial(self._at_once_ns, gang, found)
-            parts = range(1, len(found.parts))
+            parts = [
+                number
+                for number, part in enumerate(found.parts)
+                if number and self._requests.may_be_front(request, part.start)
+            ]
             even = bisect_left(parts, True, key=lambda part: ge(*times_ns(part)))
             ends = ((max(times_ns(part)), part) for part in parts[max(0, even - 1) : even + 1])
             best_ns, best = min(ends, default=(alone_ns, 0))
@@ -268,8 +272,6 @@ class Restores:
         if first_part:
             block = self._prefix.settings.block_tokens
             front = self._requests.begin_front(request, behind.start, block)
-        if front is None:
-            behind = found
         self._begin(request, gang, behind, computing_ns, found.start, front)
 
     def _has_room(self, request: Request, gang: Gang, found: Restorable) -> bool:

@@ -590,8 +590,14 @@ def wherever_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> int | None:
         if not self._prefix.may_cache(gang, found.slices):
             return None
-        more = len(found.parts) - 1
-        return 1 + request.id % more if more and self._may_split(request, gang) else 0
+        parts = [
+            number
+            for number, part in enumerate(found.parts)
+            if number and self._requests.may_be_front(request, part.start)
+        ]
+        if not parts or not self._may_split(request, gang):
+            return 0
+        return parts[request.id % len(parts)]
 
     monkeypatch.setattr(FilingCell, "PROMPTS", (90, 640, 1200, 1200))
     monkeypatch.setattr(Restores, "_computing_ns", lambda *_: 10**10)

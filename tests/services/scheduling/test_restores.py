@@ -21,6 +21,7 @@ from csps.services.scheduling.core.decision_log import (
 )
 from csps.services.scheduling.core.restores import LISTING_NS, OVERHEAD_NS
 from csps.services.scheduling.core.scheduler import Scheduler
+from csps.services.scheduling.deciding.decisions import Policy
 from csps.services.scheduling.events import commands as cmd
 from csps.services.scheduling.events import events as ev
 from csps.services.scheduling.events.events import gang_of, instance_id
@@ -43,8 +44,11 @@ def hashes(blocks: int) -> tuple[bytes, ...]:
 class Filing(SchedulerHarness):
     """A prefill gang of two instances whose files survive it, and a decode gang."""
 
-    def __init__(self, reuse: ReuseSettings = REUSE, *, sp: int = 2) -> None:
-        super().__init__(make_policy("fixed_sp", {**OPTIONS, "sp": sp}), reuse=reuse)
+    def __init__(
+        self, reuse: ReuseSettings = REUSE, *, sp: int = 2, policy: Policy | None = None
+    ) -> None:
+        policy = policy or make_policy("fixed_sp", {**OPTIONS, "sp": sp})
+        super().__init__(policy, reuse=reuse)
         self._gang = 0
         self.decode_gang = 1000
         self.turn(self.decode(self.decode_gang))
@@ -290,10 +294,15 @@ class Halved:
     instance."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, blocks: int = 10, faster: float = 1.0
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        blocks: int = 10,
+        faster: float = 1.0,
+        policy: Policy | None = None,
     ) -> None:
         monkeypatch.setattr(saved_runs, "RUN_BLOCKS", blocks)
-        self.filing = Filing(sp=1)
+        self.filing = Filing(sp=1, policy=policy)
         self.runs = self.filing.saved_by(40, 1300)
         assert [run.start for run in self.runs] == list(range(0, 1280, blocks * BLOCK))
         self.filing.die()
@@ -471,6 +480,19 @@ def test_a_front_ends_where_both_are_over_earliest(
         for front in range(64, 1280, 64)
     }
     assert time_ns[read.parts[0].start] == min(time_ns.values())
+
+
+@pytest.mark.parametrize(("short_tokens", "start"), [(500, 640), (700, 800), (1000, None)])
+def test_a_front_waits_in_the_queue_of_its_request(
+    monkeypatch: pytest.MonkeyPatch, short_tokens: int, start: int | None
+) -> None:
+    """A shorter prompt would have high priority."""
+    policy = make_policy("csps", {"spt_tokens": 2000, "short_tokens": short_tokens})
+    halved = Halved(monkeypatch, policy=policy, blocks=5)
+    commands = halved.filing.ask(40, 1300)
+    reads = to_files(commands, RestoreKv)
+    assert [read.parts[0].start for read in reads] == ([] if start is None else [start])
+    assert sent(commands).reserve.message.prompt_tokens == (start or 1300)
 
 
 @pytest.mark.parametrize("faster", [0.1, 10])
