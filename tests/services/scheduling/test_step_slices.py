@@ -63,4 +63,4 @@ def storm(seed: int) -> None:
     )
     cell = LayoutCell(scheduler, seed, faults=(0.0, 0.1)[seed % 2], elastic=seed % 3 == 0)
     cell.play(requests=8, turns=50)
-    assert scheduler.counts == (0, 0, 0.0, 0.0)
+    assert not any(scheduler.counts)
