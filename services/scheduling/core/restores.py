@@ -8,9 +8,10 @@ instance could not read its part, nothing is retained, and the files count as go
 
 Where reading and computing a prompt take similar times, an idle prefill gang does both at once: it
 computes the prompt's *front*, whose KV depends on nothing, while it reads the KV behind that. The
-front is a request to the policy, which plans it like any other. It ends at the beginning of a file,
-so that both ends are predicted to come as early as possible. What is behind a front is retained
-once the front is.
+front is a request to the policy, which plans it like any other, and nobody who may start comes
+before it. It ends at the beginning of a file, so that both ends are predicted to come as early as
+possible. KV read behind a front is retained after the front's own KV. Once a front has started, its
+request waits for the end of it, which the deadlines of steps bound.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ OVERHEAD_NS = 5_000_000
 EXACT_CLASSES = frozenset((EXACT, AUTO, *RING_CLASSES))
 """Classes of requests whose KV is the same whatever is computed with it."""
 FRONT_SAVES = 5
-"""A front is computed if that saves one in so many parts of the time: predictions are not better,
-and reading takes some of the processor."""
+"""Smallest saving for which a front is computed, as 1/N of the time. Predictions err by about as
+much."""
 
 
 class Restore(Live, kw_only=True, eq=False):
@@ -157,12 +158,20 @@ class Restores:
         """Begin to read what the next requests want."""
         if not any(map(len, self._prefix.saved.values())):
             return
+        first = True
         for queue in self._requests.queue.startable.values():
             for request in queue[:AHEAD]:
                 if _may_read(request):
-                    self._consider(request)
+                    self._consider(request, first=first)
+                first = first and request.id in self._waiting
+            first = first and len(queue) <= AHEAD
 
-    def _consider(self, request: Request) -> None:
+    def _consider(self, request: Request, *, first: bool) -> None:
+        """Begin to read what a request wants.
+
+        Args:
+            first: all before it wait for files, so that a front of it starts first.
+        """
         for pair in self._gangs.pairs:
             if (found := self._restorable(request, pair.decode)) is None:
                 continue
@@ -181,7 +190,7 @@ class Restores:
             if (found := self._restorable(request, gang)) is None:
                 continue
             computing_ns = self._computing_ns(request, gang, found)
-            part = self._first_part(request, gang, found, computing_ns)
+            part = self._first_part(request, gang, found, computing_ns, first=first)
             request.restored = part is None
             if part is not None:
                 self._begin_with_room(request, gang, found, computing_ns, first_part=part)
@@ -200,14 +209,14 @@ class Restores:
         return without_ns - with_ns
 
     def _first_part(
-        self, request: Request, gang: Gang, found: Restorable, computing_ns: int
+        self, request: Request, gang: Gang, found: Restorable, computing_ns: int, *, first: bool
     ) -> int | None:
         """Return the first part that is worth reading, behind a front if it is not the first of
         all; None if none is."""
         if not self._prefix.may_cache(gang, found.slices):
             return None
         alone_ns = min(self._reading_ns(gang, found), computing_ns)
-        if self._may_split(request, gang) and self._is_idle(gang):
+        if first and self._may_split(request, gang) and self._is_idle(gang):
             # The more is computed, the less is read: best is one of the two where both take alike.
             times_ns = partial(self._at_once_ns, gang, found)
             parts = [
@@ -306,7 +315,9 @@ class Restores:
             request=request,
             found=found,
             began_ns=now_ns,
-            timer=self._timers.at(now_ns + computing_ns, partial(self._release, request)),
+            timer=self._timers.at(
+                now_ns + computing_ns, partial(self._wait_no_longer, (gang.id, source))
+            ),
             ref=self._ref(request, gang, cached),
             front=front,
             front_over=front is None,
@@ -317,6 +328,14 @@ class Restores:
             *(found.start, found.stop, request.id, source),
             "" if front is None else f", computing from token {cached} meanwhile",
         )
+
+    def _wait_no_longer(self, of: tuple[GangId, SequenceId]) -> None:
+        """Let a request start before all is read. A front that has started is waited for: its
+        request would compute the same beside it."""
+        restore = self._reading[of]
+        front = restore.front
+        if restore.front_over or (front is not None and front.sequence is None):
+            self._release(restore.request)
 
     def _release(self, request: Request) -> None:
         """Let a request start, whatever has become of its files."""
@@ -373,6 +392,8 @@ class Restores:
                 if before is not None:
                     self._prefix.unref(before)
             self._end_if_over(of, restore)
+            if of in self._reading and restore.timer.at_ns <= self._round.now_ns:
+                self._release(restore.request)
 
     def _is_over(self, front: Request) -> bool:
         if front.sequence is None:

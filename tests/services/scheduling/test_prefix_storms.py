@@ -586,7 +586,13 @@ def wherever_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have fronts computed on busy gangs, too, end them at whichever part, and wait for them."""
 
     def part_of(
-        self: Restores, request: Request, gang: Gang, found: Restorable, _computing_ns: int
+        self: Restores,
+        request: Request,
+        gang: Gang,
+        found: Restorable,
+        _computing_ns: int,
+        *,
+        first: bool,
     ) -> int | None:
         if not self._prefix.may_cache(gang, found.slices):
             return None

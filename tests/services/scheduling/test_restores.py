@@ -380,17 +380,41 @@ def test_a_front_serves_its_request_if_the_rest_cannot_be_read(
     assert plan.reserve.cached == 640
 
 
-def test_a_request_waits_for_its_front_no_longer_than_it_would_compute(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_waits_behind_its_front_no_longer_than_it_would_compute(
+    monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
     halved = Halved(monkeypatch)
     front, read = halved.ask()
-    plan = sent(halved.filing.wait())
-    assert (plan.request, plan.reserve.cached) == (front.request, 0)
-    halved.filing.turn(*front.steps_done())
+    until_ns = halved.filing.now_ns + 10 * SECOND
+    if late:
+        assert not only(halved.filing.wait(until_ns=until_ns), cmd.Reserve), "its front is computed"
+        plan = sent(halved.filing.turn(*front.steps_done()))
+    else:
+        assert not only(halved.filing.turn(*front.steps_done()), cmd.Reserve), "the rest is read"
+        plan = sent(halved.filing.wait(until_ns=until_ns))
+    assert (plan.request, plan.reserve.cached) == (front.request, 640)
     halved.filing.answer(read)  # late, but not in vain
     halved.filing.end(plan)
     assert sent(halved.filing.ask(40, 1300)).reserve.cached == 1280
+
+
+def test_a_lost_front_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Halved(monkeypatch)
+    front, _ = halved.ask()
+    halved.filing.wait(until_ns=halved.filing.now_ns + 10 * SECOND)
+    plan = sent(halved.filing.turn(front.failed()))
+    assert (plan.reserve.cached, plan.reserve.message.prompt_tokens) == (0, 1300)
+
+
+def test_no_front_behind_a_request_that_starts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Halved(monkeypatch)
+    first = halved.filing.submit(700, 10)
+    second = msgspec.structs.replace(halved.filing.submit(1300, 10), hashes=hashes(40))
+    commands = halved.filing.turn(first, second)
+    started = [reserve.message.prompt_tokens for reserve in only(commands, cmd.Reserve)]
+    assert started in ([700], [700, 1300])
+    assert all(read.parts[0].start == 0 for read in to_files(commands, RestoreKv))
 
 
 def test_a_front_outlives_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
