@@ -128,13 +128,8 @@ class Retries:
     def gang_lost(self, gang: Gang, reason: str) -> None:
         """Restart everything that needs the gang elsewhere; the rest goes on."""
         inside = self._sequences.inside(gang)
-        if (
-            len(inside) == 1
-            and not inside[0].over
-            # A front is a copy of its request, which may have ended.
-            and (request := self._requests.live.get(inside[0].request.id)) is not None
-        ):
-            request.lone_losses += 1
+        if len(inside) == 1 and not inside[0].over:
+            self._requests.live[inside[0].request.id].lone_losses += 1  # a front is a copy
         needing = self._sequences.drop(gang)
         error = wire_error(GangLost(f"the {gang.role} gang was lost: {reason}"))
         for sequence in needing:

@@ -127,9 +127,11 @@ def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> 
             assert sequence.request.sequence is sequence, (
                 f"request of sequence {sequence.id} has another one"
             )
-            assert sequence.request.front or sequence.request.id in requests.live, (
+            assert sequence.request.id in requests.live, (
                 f"request of sequence {sequence.id} is over"
             )
+            if sequence.request.front:
+                assert sequence.retained_slices, f"front {sequence.id} is computed for nobody"
             assert gangs.lives(sequence.decode), f"sequence {sequence.id} on a dead gang"
     assert len(sequences.ledger) == sum(bool(sequence.unfreed) for sequence in everyone), (
         "ledger has slots of a sequence that is gone"

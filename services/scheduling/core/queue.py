@@ -40,9 +40,9 @@ prices."""
 
 
 def prompt_weight(request: Request) -> int:
-    """Return what a waiting request adds to its tenant's counter when it starts: its prompt, and
-    nothing for another attempt, because the fault was ours."""
-    return 0 if request.attempts else request.prompt_tokens
+    """Return what a waiting request adds to its tenant's counter when it starts: its prompt without
+    what a front added, and nothing for another attempt, because the fault was ours."""
+    return 0 if request.attempts else request.prompt_tokens - request.front_tokens
 
 
 class RecentTokens:

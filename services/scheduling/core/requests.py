@@ -208,6 +208,8 @@ class Requests:
         request."""
         self.startable = ChainMap(self.fronts, self.live)
         """What a policy plans under a request's id: its front, as long as that waits."""
+        self._computed_fronts: dict[RequestId, Sequence] = {}
+        """Sequences of fronts that have started, by request."""
 
     @property
     def rate_30s(self) -> int:
@@ -300,6 +302,7 @@ class Requests:
         request.attempts += 1
         request.blocked_ns = None
         self._blocked.pop(request.id, None)
+        self._computed_fronts.pop(request.id, None)
 
     def may_be_front(self, request: Request, tokens: int) -> bool:
         """Return whether so short a prompt would wait in the same queue as its request."""
@@ -332,6 +335,11 @@ class Requests:
         """Note that a front has started: its request goes on waiting."""
         del self.fronts[front.id]
         front.waiting, front.sequence = False, sequence
+        self._computed_fronts[front.id] = sequence
+        request, tokens = self.live[front.id], front.prompt_tokens
+        self._serve(request, tokens)
+        self.recent.leave(request.tenant, tokens)
+        request.front_tokens = tokens
 
     def _leave_queue(self, request: Request) -> None:
         self.queue.leave(request.tenant)
@@ -418,6 +426,8 @@ class Requests:
         self.fronts.pop(request.id, None)
         self.admission.end(request)
         self._blocked.pop(request.id, None)
+        if (front := self._computed_fronts.pop(request.id, None)) is not None:
+            self._sequences.close(front)
         for timer in self._timers_of.pop(request.id, ()):
             self._timers.cancel(timer)
         if request.sequence is not None:

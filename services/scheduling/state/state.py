@@ -242,6 +242,8 @@ class Request(Live, kw_only=True, eq=False):
     """Prefixes that gangs had at a version of their trees (`prefix_cache.py`)."""
     restored: bool = False
     """True if files were read for it, or are not worth it: once is enough."""
+    front_tokens: int = 0
+    """Tokens of its prompt that its tenant was charged for when a front started."""
     lost_restores: int = 0
     """Gangs that died while they read files for it."""
     front: bool = False

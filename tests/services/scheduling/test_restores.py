@@ -417,13 +417,51 @@ def test_no_front_behind_a_request_that_starts_first(monkeypatch: pytest.MonkeyP
     assert all(read.parts[0].start == 0 for read in to_files(commands, RestoreKv))
 
 
-def test_a_front_outlives_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_ends_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     halved = Halved(monkeypatch)
     front, read = halved.ask()
-    halved.filing.turn(ev.RequestCancelled(request_id=front.request))
+    commands = halved.filing.turn(ev.RequestCancelled(request_id=front.request))
+    (cancelled,) = only(commands, cmd.Cancel)
+    assert cancelled == cmd.Cancel(
+        sequence_id=front.sequence, gangs=(gang_of(halved.filing.instances[0]),)
+    )
+    (behind,) = messages(halved.filing.answer(read), EvictKv)
+    (computed,) = messages(halved.filing.turn(*front.steps_done()), EvictKv)
+    assert (behind.sequence_id, behind.start, behind.stop) == (read.sequence_id, 640, 1280)
+    assert (computed.sequence_id, computed.start, computed.stop) == (front.sequence, 0, 640)
+    for evict in (behind, computed):
+        halved.filing.settle(evict)
+    (again,) = to_files(halved.filing.ask(40, 1300), RestoreKv)
+    assert (again.parts[0].start, again.parts[-1].stop) == (0, 1280)
+
+
+def test_what_a_front_has_computed_stays_when_its_request_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    front, read = halved.ask()
     halved.filing.turn(*front.steps_done())
+    halved.filing.turn(ev.RequestCancelled(request_id=front.request))
     halved.filing.answer(read)
     assert sent(halved.filing.ask(40, 1300)).reserve.cached == 1280
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_tenants_are_charged_for_fronts_and_for_no_token_twice(
+    monkeypatch: pytest.MonkeyPatch, *, lost: bool
+) -> None:
+    halved = Halved(monkeypatch)
+    counters = halved.filing.scheduler._requests.queue._counters
+    before = counters[0]
+    front, read = halved.ask()
+    assert counters[0] - before == 640
+    halved.filing.turn(front.failed()) if lost else halved.filing.turn(*front.steps_done())
+    plan = sent(halved.filing.answer(read))
+    assert counters[0] - before == 1300
+    if lost:
+        halved.filing.turn(*front.steps_done())
+    halved.filing.end(plan)
+    assert counters[0] - before == 1300 + 2 * 10
 
 
 def test_a_gang_that_dies_with_a_front_lets_its_request_go(
