@@ -300,8 +300,7 @@ class Requests:
         self.admission.leave(request, started=True)
         request.waiting, request.sequence = False, sequence
         request.attempts += 1
-        request.blocked_ns = None
-        self._blocked.pop(request.id, None)
+        self._note_unblocked(request)
         self._computed_fronts.pop(request.id, None)
 
     def may_be_front(self, request: Request, tokens: int) -> bool:
@@ -333,6 +332,7 @@ class Requests:
 
     def take_front(self, front: Request, sequence: Sequence) -> None:
         """Note that a front has started: its request goes on waiting."""
+        assert not sequence.slices, "a front is decoded"
         del self.fronts[front.id]
         front.waiting, front.sequence = False, sequence
         self._computed_fronts[front.id] = sequence
@@ -340,6 +340,7 @@ class Requests:
         self._serve(request, tokens)
         self.recent.leave(request.tenant, tokens)
         request.front_tokens = tokens
+        self._note_unblocked(request)
 
     def _leave_queue(self, request: Request) -> None:
         self.queue.leave(request.tenant)
@@ -397,6 +398,10 @@ class Requests:
             self._blocked_since_ns = None
         elif since_ns is None:
             self._blocked_since_ns = self._round.now_ns
+
+    def _note_unblocked(self, request: Request) -> None:
+        request.blocked_ns = None
+        self._blocked.pop(request.id, None)
 
     @property
     def blocked(self) -> list[Request]:

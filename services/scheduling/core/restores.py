@@ -130,10 +130,18 @@ class Restores:
                 fronts.get(request.id, request)
                 for request in queue
                 if not (unlisted and _may_read(request))
-                if request.id not in self._waiting or request.id in fronts
+                if not self._waits(request)
             ]
             for priority, queue in queues.items()
         }
+
+    def blocked(self) -> list[Request]:
+        """Return the blocked requests that do not wait for files: nobody passes one that does."""
+        return [request for request in self._requests.blocked if not self._waits(request)]
+
+    def _waits(self, request: Request) -> bool:
+        """Return whether a request waits for files, and no front stands for it."""
+        return request.id in self._waiting and request.id not in self._requests.fronts
 
     # --- lists ---
 

@@ -346,7 +346,7 @@ class Scheduler:
             pairs=self._gangs.pairs,
             queues=self._restores.startable(requests.queue.startable),
             planned=self._unsent.sequences,
-            blocked=requests.blocked,
+            blocked=self._restores.blocked(),
             blocked_ns=requests.blocked_ns,
             cached=self._prefix.longest,
             rate_30s=requests.rate_30s,

@@ -399,6 +399,26 @@ def test_a_request_waits_behind_its_front_no_longer_than_it_would_compute(
     assert sent(halved.filing.ask(40, 1300)).reserve.cached == 1280
 
 
+def test_younger_requests_are_not_bounded_by_one_that_waits_for_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    scheduler = halved.filing.scheduler
+    halved.filing.die()
+    halved.filing.ask(40, 1300)
+    (request,) = scheduler._requests.live.values()
+    scheduler._requests.note_blocked([request.id])
+    front = sent(halved.bring_up())
+    assert front.request == request.id
+    assert request.blocked_ns is None, "its front has started"
+    scheduler._requests.note_blocked([request.id])
+    assert scheduler._requests.blocked == [request]
+    assert not scheduler._view().blocked
+    halved.filing.wait(until_ns=halved.filing.now_ns + 10 * SECOND)
+    halved.filing.turn(*front.steps_done())
+    assert request.sequence is not None
+
+
 def test_a_lost_front_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     halved = Halved(monkeypatch)
     front, _ = halved.ask()
