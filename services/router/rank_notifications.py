@@ -431,7 +431,8 @@ class RunningSteps:
 
     def _observe(self, step: _RunningStep) -> None:
         for sequence in step.sequences:
-            sequence.handle.timings.add_figures(step.figures)
+            if not sequence.front:
+                sequence.handle.timings.add_figures(step.figures)
         _add_dropped_mass(step)
         self._observer.step_done(_figures(step))
         if not any(figure.cancelled for figure in step.figures):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,14 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.protocols.core.placement import KvSlice
+from csps.protocols.core.topology import GroupShape
 from csps.protocols.gang.client import GangClient
-from csps.protocols.gang.messages import KvRestored, KvRetained, KvSaved, SavedRun, SlotsFreed
+from csps.protocols.gang.messages import (
+    KvRestored,
+    KvRetained,
+    KvSaved,
+    PrefillDone,
+    SavedRun,
+    SlotsFreed,
+)
+from csps.protocols.gang.step_messages import PrefillChunk, PrefillStep
 from csps.protocols.rpc.schema import pack
+from csps.services.requests.request_handle import Timings
 from csps.services.router.key_limits import KeyLimiter
 from csps.services.router.live_requests import LiveRequests
-from csps.services.router.live_sequences import PendingRanks
+from csps.services.router.live_sequences import LiveSequence, PendingRanks
 from csps.services.router.rank_notifications import RankNotifications, RunningSteps
 from csps.services.router.scheduler_driver import AttachedGangs
+from csps.services.scheduling.events.commands import RunStep
 from csps.services.scheduling.events.events import (
     AnyEvent,
     Restored,
@@ -34,8 +46,11 @@ SEQUENCE = 7
 class Ranks:
     """A gang of which only the arrangement of its ranks matters."""
 
+    role = "prefill"
+
     def __init__(self, instances: int, tp: int) -> None:
         self.instances, self.tp = instances, tp
+        self.world_size, self.locations = instances * tp, ["0"] * instances
 
     def ranks_of(self, instance: int) -> range:
         return range(instance * self.tp, (instance + 1) * self.tp)
@@ -167,6 +182,47 @@ def test_an_instance_has_read_what_all_its_ranks_have(failed: int | None) -> Non
         for index, tokens in enumerate(read)
     ]
     assert watch.restored == [64 if failed is None else None]
+
+
+def test_steps_say_how_long_a_request_took_and_not_its_front() -> None:
+    gang, waiting, started = gang_of(1, 1), Timings(), Timings()
+    requests = LiveRequests(NullObserver(), lambda _: None, KeyLimiter())
+    steps = RunningSteps(
+        lambda *_: None, lambda _: None, NullObserver(), requests, lambda _event: None
+    )
+    sequences = [
+        SimpleNamespace(
+            id=number, front=front, handle=SimpleNamespace(timings=timings, sequence_id=0)
+        )
+        for number, (front, timings) in enumerate([(True, waiting), (False, started)])
+    ]
+    for sequence in sequences:
+        sequence.handle.prefilled_up_to = lambda _tokens: None
+        sequence.handle.prompt_logprobs = None
+    chunks = tuple(
+        PrefillChunk(sequence_id=number, start=0, length=64, last=False, decoded=False)
+        for number in range(2)
+    )
+    step = PrefillStep(step_id=1, group=(instance_id(GANG, 0),), bounds=(0, 128), chunks=chunks)
+    steps.launched(
+        RunStep(step=step, cls="exact", ends_ns=0),
+        gang,
+        cast(list[LiveSequence], sequences),
+        GroupShape((1,)),
+    )
+    done = PrefillDone(
+        step_id=1,
+        rank=0,
+        cancelled=False,
+        queue_s=1.0,
+        compute_s=2.0,
+        communication_s=0.0,
+        transfer_s=0.0,
+        yielded_s=0.0,
+    )
+    steps.rank_done(done, instance_id(GANG, 0))
+    assert (started.rank_queue_s, started.compute_s) == (1.0, 2.0)
+    assert waiting == Timings()
 
 
 def notifications(
