@@ -135,7 +135,9 @@ class KvFiles:
                 assert writer.tell() == size, f"{writer.tell()} bytes written, {size} announced"
                 os.fsync(writer.fileno())
                 # Before the lock on it goes with the descriptor: without a lock it counts as dead.
-                unfinished.rename(self._path / f"{name}{_SUFFIX}")
+                # While nobody counts the files, who would find it under neither name.
+                with self._locked():
+                    unfinished.rename(self._path / f"{name}{_SUFFIX}")
         except BaseException:
             with suppress(OSError):
                 unfinished.unlink()

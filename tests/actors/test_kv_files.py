@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import subprocess
@@ -156,6 +157,26 @@ def test_a_file_that_somebody_writes_is_not_removed(tmp_path: Path) -> None:
 
     assert files.save(run_of(1), body(), BODY_BYTES, owner="", permille=1000)  # type: ignore[arg-type]
     assert numbers_in(files) == [1]
+
+
+def test_no_file_gets_its_name_while_others_count_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count under neither name, and the limit would be exceeded."""
+    rename, refused = Path.rename, list[bool]()
+
+    def watched(self: Path, target: Path) -> Path:
+        with (tmp_path / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                refused.append(False)
+            except BlockingIOError:
+                refused.append(True)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    assert save(files_in(tmp_path), 1)
+    assert refused == [True]
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
