@@ -582,8 +582,12 @@ def test_what_is_read_from_files_is_what_was_written(
     assert all(file_storms(range(cells * 20, cells * 20 + 20), monkeypatch)[:2])
 
 
-def wherever_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have fronts computed on busy gangs, too, end them at whichever part, and wait for them."""
+def wherever_possible(monkeypatch: pytest.MonkeyPatch, *, patient: bool = True) -> None:
+    """Have fronts computed on busy gangs, too, and end them at whichever part.
+
+    Args:
+        patient: wait for both ends, however long that takes.
+    """
 
     def part_of(
         self: Restores,
@@ -606,24 +610,27 @@ def wherever_possible(monkeypatch: pytest.MonkeyPatch) -> None:
         return parts[request.id % len(parts)]
 
     monkeypatch.setattr(FilingCell, "PROMPTS", (90, 640, 1200, 1200))
-    monkeypatch.setattr(Restores, "_computing_ns", lambda *_: 10**10)
+    if patient:
+        monkeypatch.setattr(Restores, "_computing_ns", lambda *_: 10**10)
     monkeypatch.setattr(Restores, "_first_part", part_of)
 
 
+@pytest.mark.parametrize("patient", [True, False])
 @pytest.mark.parametrize("cells", [3, 4])
 def test_what_is_read_follows_fronts_that_were_computed_meanwhile(
-    cells: int, monkeypatch: pytest.MonkeyPatch
+    cells: int, monkeypatch: pytest.MonkeyPatch, *, patient: bool
 ) -> None:
-    wherever_possible(monkeypatch)
+    wherever_possible(monkeypatch, patient=patient)
     assert all(file_storms(range(cells * 20, cells * 20 + 20), monkeypatch))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("patient", [True, False])
 @pytest.mark.parametrize("hundred", range(10))
 def test_what_is_read_follows_fronts_in_a_thousand_storms(
-    hundred: int, monkeypatch: pytest.MonkeyPatch
+    hundred: int, monkeypatch: pytest.MonkeyPatch, *, patient: bool
 ) -> None:
-    wherever_possible(monkeypatch)
+    wherever_possible(monkeypatch, patient=patient)
     assert all(file_storms(range(hundred * 100, hundred * 100 + 100), monkeypatch))
 
 
