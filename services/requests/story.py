@@ -58,7 +58,8 @@ def _prefill(handle: RequestHandle) -> Iterator[str]:
     cached = handle.cached_tokens
     reused = f", {cached} of them from the prefix cache" if cached else ""
     if handle.front_tokens:
-        reused += f", {handle.front_tokens} of them while the KV of others was read from files"
+        front = f"{handle.front_tokens} of them computed"
+        reused += f", {front} while the KV of later tokens was read from files"
     way = _STRATEGIES.get(plan.strategy, plan.strategy)
     where = _instances(placement.group)
     took = "" if timings.prefill_s is None else f" in {_time(timings.prefill_s)}"

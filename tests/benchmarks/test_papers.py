@@ -111,7 +111,8 @@ def test_numbers_are_kept_row_by_row_and_not_computed_again(
     assert ran.read_text().count("cp-mfu") == 2
     text = (tmp_path / "page.md").read_text()
     assert "| 1M tokens in 77 s on 128 GPUs: TF/s of each | 502 | 501 | 1% | within |  |" in text
-    assert "1 of 1 rows are within" in text
+    assert "1 of 1 rows (100%) are within" in text
+    assert "The aim of 80% is met." in text
 
 
 def test_the_page_is_that_of_the_kept_numbers() -> None:
