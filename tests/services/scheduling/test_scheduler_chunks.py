@@ -227,7 +227,7 @@ def test_unsound_decision_changes_nothing(plan: StartPlan, message: str) -> None
     with pytest.raises(AssertionError, match=message):
         made.turn(made.submit(500, 10), made.submit(100, 10), made.submit(100, 10, cls="fast"))
     made.scheduler.check_invariants()
-    assert made.scheduler.counts == (0, 3, 0.0, 0.0)
+    assert made.scheduler.counts == (0, 3, 0.0, 0.0, 0.0)
 
 
 def test_sound_plan_beside_an_unsound_one_is_not_applied() -> None:
@@ -235,7 +235,7 @@ def test_sound_plan_beside_an_unsound_one_is_not_applied() -> None:
     made = scripted(twice, twice)
     with pytest.raises(AssertionError, match="is started twice"):
         made.turn(made.submit(500, 10))
-    assert made.scheduler.counts == (0, 1, 0.0, 0.0)
+    assert made.scheduler.counts == (0, 1, 0.0, 0.0, 0.0)
 
 
 def test_plans_together_must_fit_the_free_slots() -> None:
