@@ -16,8 +16,10 @@ from tiny_checkpoints import reference_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-MARGIN = 0.01
-"""Least lead of the best logit where tokens are compared."""
+MARGIN = 0.17
+"""Least lead of the best logit where tokens are compared. In 40 prompts of 200 tokens of the tiny
+Llama, sums in another order changed FP8 numbers before 136 tokens, and their logits by up to 0.164.
+"""
 _POSITIVE = np.array(
     [
         code % 8 * 2.0**-9 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7)
