@@ -66,6 +66,7 @@ class Restore(Live, kw_only=True, eq=False):
     request: Request
     found: Restorable
     began_ns: int
+    """Time since when nothing else is read before it."""
     timer: Timer
     """Timer that ends the request's wait."""
     ref: PrefixRef | None
@@ -264,9 +265,21 @@ class Restores:
         return reading_ns < computing_ns and self._prefix.may_cache(gang, found.slices)
 
     def _reading_ns(self, gang: Gang, found: Restorable) -> int:
-        most = max(tokens_on(found.slices).values())
+        """Predict how long it takes to read what files have, behind what is being read."""
+        tokens = tokens_on(found.slices)
+        for before in self._unread(gang):
+            for instance in tokens.keys() & before.keys():
+                tokens[instance] += before[instance]
+        most = max(tokens.values())
         speed = self._prefix.saved[gang.id].bytes_per_s
         return OVERHEAD_NS + most * gang.kv_bytes_per_token * SECOND_NS // max(1, speed)
+
+    def _unread(self, gang: Gang) -> Iterator[dict[InstanceId, int]]:
+        """Yield the tokens on each instance of all that a gang is reading: an instance reads one
+        after another."""
+        for restore in self._reading.values():
+            if restore.gang is gang and restore.took_ns is None:
+                yield tokens_on(restore.found.slices)
 
     def _begin_with_room(
         self,
@@ -374,8 +387,16 @@ class Restores:
         restore.good = restore.good and event.tokens == expected
         if self._prefix.answered(restore.gang, event.sequence_id, event.instance):
             restore.took_ns = self._round.now_ns - restore.began_ns
+            self._go_on_behind(restore)
             self._note_read(restore)
             self._end_if_over(of, restore)
+
+    def _go_on_behind(self, over: Restore) -> None:
+        """Note that what waited behind a restore is read from now on."""
+        instances = tokens_on(over.found.slices).keys()
+        for behind in self._reading.values():
+            if behind.gang is over.gang and instances & tokens_on(behind.found.slices).keys():
+                behind.began_ns = self._round.now_ns
 
     def _note_read(self, restore: Restore) -> None:
         """Note how fast files were read, or that they are gone."""

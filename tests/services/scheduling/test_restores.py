@@ -36,9 +36,9 @@ REUSE = ReuseSettings(enabled=True, max_share=1.0, block_tokens=BLOCK, files_byt
 OPTIONS = {"sp": 2, "spread_tokens": 200}
 
 
-def hashes(blocks: int) -> tuple[bytes, ...]:
+def hashes(blocks: int, text: bytes = b"") -> tuple[bytes, ...]:
     """Return the hashes of the same text in each test."""
-    return tuple(b"%d" % block for block in range(blocks))
+    return tuple(b"%s%d" % (text, block) for block in range(blocks))
 
 
 class Filing(SchedulerHarness):
@@ -84,9 +84,10 @@ class Filing(SchedulerHarness):
     def die(self) -> list[cmd.AnyCommand]:
         return self.turn(ev.GangDown(gang=self._gang, reason="killed"))
 
-    def ask(self, blocks: int, prompt: int) -> list[cmd.AnyCommand]:
+    def ask(self, blocks: int, prompt: int, text: bytes = b"") -> list[cmd.AnyCommand]:
         """Submit a request whose text begins with so many known blocks."""
-        return self.turn(msgspec.structs.replace(self.submit(prompt, 10), hashes=hashes(blocks)))
+        request = self.submit(prompt, 10)
+        return self.turn(msgspec.structs.replace(request, hashes=hashes(blocks, text)))
 
     def end(self, plan: Sent) -> list[cmd.AnyCommand]:
         """Compute a request and decode it to its end; return what the end of its step leads to."""
@@ -99,9 +100,9 @@ class Filing(SchedulerHarness):
         for one in self.instances:
             self.turn(ev.Retained(sequence_id=message.sequence_id, instance=one, tokens=0))
 
-    def saved_by(self, blocks: int, prompt: int) -> list[SavedRun]:
+    def saved_by(self, blocks: int, prompt: int, text: bytes = b"") -> list[SavedRun]:
         """Compute a prompt and return the runs that are written."""
-        commands = self.end(sent(self.ask(blocks, prompt)))
+        commands = self.end(sent(self.ask(blocks, prompt, text)))
         return [message.run for message in to_files(commands, SaveKv)]
 
     def answer(self, message: RestoreKv, *, failed: int | None = None) -> list[cmd.AnyCommand]:
@@ -253,6 +254,40 @@ def test_a_slow_restore_makes_the_next_one_doubt() -> None:
     filing.answer(message)
     after = filing.scheduler._prefix.saved[gang_of(filing.instances[0])].bytes_per_s
     assert after < before
+
+
+def of_two_texts(*, faster: float) -> Filing:
+    """Return a gang with files of two prompts, each read by so much faster than it is computed."""
+    filing = Filing()
+    runs = [*filing.saved_by(10, 330), *filing.saved_by(10, 330, b"other ")]
+    filing.die()
+    # Each instance reads half of the tokens.
+    filing.bring_up(*runs, speed=int(like_computing(330, 320) * faster / 2))
+    return filing
+
+
+@pytest.mark.parametrize(("faster", "waits"), [(1.5, False), (3, True)])
+def test_a_request_reads_behind_another_only_if_that_pays_off(
+    faster: float, *, waits: bool
+) -> None:
+    filing = of_two_texts(faster=faster)
+    assert to_files(filing.ask(10, 330), RestoreKv)
+    commands = filing.ask(10, 330, b"other ")
+    assert bool(to_files(commands, RestoreKv)) == waits
+    assert bool(only(commands, cmd.Reserve)) != waits
+
+
+def test_what_is_read_behind_another_does_not_say_that_reading_is_slow() -> None:
+    filing = of_two_texts(faster=3)
+    saved = filing.scheduler._prefix.saved[gang_of(filing.instances[0])]
+    before = saved.bytes_per_s
+    read_ns = 160 * TOKEN_BYTES * SECOND // before
+    (first,) = to_files(filing.ask(10, 330), RestoreKv)
+    (second,) = to_files(filing.ask(10, 330, b"other "), RestoreKv)
+    for message in (first, second):
+        filing.now_ns += read_ns - MS
+        filing.answer(message)
+    assert saved.bytes_per_s == pytest.approx(before, rel=0.1)
 
 
 def test_a_run_counts_when_all_its_instances_have_reported() -> None:
