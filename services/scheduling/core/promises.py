@@ -91,9 +91,7 @@ class Promises:
 
     def predict(self, request: Request) -> None:
         """Predict how long the request takes, and so the latest start that keeps its objective."""
-        times = [self._times_ns(request, gang) for gang in self._prefill_gangs()]
-        known = [(best, work) for best, work in times if best]
-        request.predicted_ns, request.work_ns = min(known, default=(0, 0))
+        self.predict_times(request)
         request.latest_start_ns = None
         promise = request.promise
         if promise is None or request.generated_tokens:
@@ -107,6 +105,12 @@ class Promises:
         if dues:
             overhead_ns = self._costs.table.overhead_ns
             request.latest_start_ns = min(dues) - request.predicted_ns - overhead_ns
+
+    def predict_times(self, request: Request) -> None:
+        """Predict how long the request takes, behind what is cached now."""
+        times = [self._times_ns(request, gang) for gang in self._prefill_gangs()]
+        known = [(best, work) for best, work in times if best]
+        request.predicted_ns, request.work_ns = min(known, default=(0, 0))
 
     def _times_ns(self, request: Request, gang: Gang) -> tuple[int, int]:
         """Return the predicted time of the prompt on a gang, and on one instance of it; zeros if

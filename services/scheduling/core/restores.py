@@ -330,6 +330,8 @@ class Restores:
     ) -> None:
         source, now_ns = self._gangs.next_id("sequence"), self._round.now_ns
         request.restored = True
+        # A front counts as what runs, and what is read is no work.
+        _, request.work_ns = self._promises.prompt_ns(request.prompt_tokens, found.stop, gang)
         self._waiting[request.id] = None
         self._reading[gang.id, source] = Restore(
             gang=gang,
@@ -360,7 +362,9 @@ class Restores:
 
     def _release(self, request: Request) -> None:
         """Let a request start, whatever has become of its files."""
-        self._waiting.pop(request.id, None)
+        if request.id in self._waiting:
+            del self._waiting[request.id]
+            self._promises.predict_times(request)
         self._requests.give_up_front(request.id)
         self._round.stale = True
 

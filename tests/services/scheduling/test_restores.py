@@ -415,6 +415,19 @@ def test_a_front_serves_its_request_if_the_rest_cannot_be_read(
     assert plan.reserve.cached == 640
 
 
+def test_what_is_read_or_computed_already_does_not_count_as_work_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halved = Halved(monkeypatch)
+    work_ns = Unmeasured().step(1, 1).predict_ns
+    front, read = halved.ask()
+    (request,) = halved.filing.scheduler._requests.live.values()
+    assert request.work_ns == work_ns(20, 1280)
+    halved.filing.turn(front.failed())
+    assert sent(halved.filing.answer(read)).request == request.id
+    assert request.work_ns == work_ns(1300, 0), "nothing was retained"
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_request_waits_behind_its_front_no_longer_than_it_would_compute(
     monkeypatch: pytest.MonkeyPatch, *, late: bool
