@@ -86,7 +86,7 @@ def greatest_divisor(number: int, most: float) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class QueryPart:
     """A part while its code is written: its rows, and their runs of slots."""
 
     code: VectorCode
@@ -165,7 +165,7 @@ class Part:
 
 
 @contextmanager
-def each_part(code: VectorCode, shape: HeadShape, states: Address) -> Iterator[Part]:
+def each_part(code: VectorCode, shape: HeadShape, states: Address) -> Iterator[QueryPart]:
     """Write a loop over the parts of a call; its body sees a part with rows that have seen nothing,
     and what it has seen is the part's result.
 
@@ -181,7 +181,7 @@ def each_part(code: VectorCode, shape: HeadShape, states: Address) -> Iterator[P
             (place + field).integer() for field in range(PART_FIELDS)
         )
         cells = shape.heads * shape.dim
-        part = Part(
+        part = QueryPart(
             code=code,
             shape=shape,
             states=states,
