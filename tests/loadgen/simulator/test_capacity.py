@@ -10,8 +10,13 @@ import pytest
 
 from csps.loadgen.simulator.capacity_command import cells_of, main
 from csps.loadgen.simulator.simulate import main as simulate_main
-from csps.loadgen.workloads.request import ConversationTurns, FittedRequests, converse
-from csps.loadgen.workloads.traces import WorkloadRequest, write_trace
+from csps.loadgen.workloads.request import (
+    ConversationTurns,
+    FittedRequests,
+    WorkloadRequest,
+    converse,
+)
+from csps.loadgen.workloads.traces import write_trace
 from csps.protocols.core.errors import ConfigError
 
 S = 1_000_000_000
