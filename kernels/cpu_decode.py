@@ -15,22 +15,18 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from csps.kernels import compiled_code
 from csps.kernels.arguments import RowParts, SlotRuns
 from csps.kernels.merge import merge_into
 from csps.kernels.quantized_kv import INT8, row_width
 
 _log = logging.getLogger(__name__)
 
-THREAD_BYTES = 2 * 2**20
-"""Least KV of a thread. Another thread starts after about 50 us, in which a core reads 1 MiB."""
 PART_ROWS = 32
 """Rows of a part, at most: their outputs stay in a core's second cache beside a block of KV."""
 _LOG2_E = 1 / math.log(2)
@@ -100,7 +96,7 @@ class DecodeKernel:
         return out_thd, lse_th.T
 
     def _threads(self, tokens: int) -> int:
-        return max(1, min(torch.get_num_threads(), tokens * self._token_bytes // THREAD_BYTES))
+        return compiled_code.threads_for(tokens * self._token_bytes)
 
     def _run(
         self, q_rhd: Tensor, k_shd: Tensor, v_shd: Tensor, parts: RowParts, scale: float
@@ -109,7 +105,6 @@ class DecodeKernel:
         q_rhd = q_rhd.float().contiguous()
         out_nhd = torch.empty(parts.rows, heads, dim)
         lse_nh = torch.empty(parts.rows, heads)
-        own, *others = parts.of_thread
         numbers = self._scratch_numbers + parts.most_rows * self._row_numbers
         scratch = torch.empty(numbers * len(parts.of_thread))
         memory = scratch.data_ptr()
@@ -124,14 +119,11 @@ class DecodeKernel:
         )
         factor = scale * _LOG2_E
         compute = self._function if parts.most_rows < self._many_rows else self._of_prompts
-        helping = []
-        for thread, other in enumerate(others, start=1):
-            place = memory + 4 * numbers * thread
-            call = (*tensors, place, other.start, other.stop, factor)
-            helping.append(_helpers().submit(compute, *call))
-        compute(*tensors, memory, own.start, own.stop, factor)
-        for helper in helping:
-            helper.result()
+        calls = [
+            (*tensors, memory + 4 * numbers * thread, own.start, own.stop, factor)
+            for thread, own in enumerate(parts.of_thread)
+        ]
+        compiled_code.run(compute, calls)
         return out_nhd, lse_nh
 
 
@@ -163,8 +155,7 @@ def prepared(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> DecodeKernel | None
 
 def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeKernel | None:
     what = f"{heads} heads of {dim} over {kv_heads} KV heads in {dtype}"
-    if find_spec("llvmlite") is None:
-        _log.warning("llvmlite is not installed: decoding runs torch's attention")
+    if not compiled_code.can_compile("decoding runs torch's attention"):
         return None
     # Imported on use: a rank on a GPU needs no llvmlite.
     from csps.kernels import cpu_decode_ir, cpu_parts_ir, cpu_prompt_ir, native_code
@@ -183,18 +174,17 @@ def _compiled(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Decode
         return None
     shape = cpu_parts_ir.HeadShape(heads=heads, kv_heads=kv_heads, dim=dim, element=element)
     arguments = [*[c_void_p] * 8, *[c_int64] * 2, c_float]
-    try:
-        function, of_prompts = (
-            native_code.load_function(name, ir, arguments)
-            for name, ir in (
-                (cpu_decode_ir.NAME, cpu_decode_ir.decode_attention_ir(shape, lanes)),
-                (cpu_prompt_ir.NAME, cpu_prompt_ir.prompt_attention_ir(shape, lanes)),
-            )
-        )
-    except (RuntimeError, OSError) as error:
-        _log.warning("%s: decoding runs torch's attention, LLVM failed: %s", what, error)
+    functions = compiled_code.load_functions(
+        (
+            (cpu_decode_ir.NAME, cpu_decode_ir.decode_attention_ir(shape, lanes)),
+            (cpu_prompt_ir.NAME, cpu_prompt_ir.prompt_attention_ir(shape, lanes)),
+        ),
+        arguments,
+        f"{what}: decoding runs torch's attention",
+    )
+    if functions is None:
         return None
-
+    function, of_prompts = functions
     return DecodeKernel(
         function,
         # Prompts attend to 8 bits in pieces only, which are short.
@@ -214,9 +204,3 @@ def _most_queries(group: int, dtype: torch.dtype, bf16_tiles: bool) -> int:
     if group == 1:  # each key is then loaded for one query head, and a matrix product is better
         return 4
     return 16 if bf16_tiles and dtype != torch.float32 else sys.maxsize
-
-
-@cache
-def _helpers() -> ThreadPoolExecutor:
-    """Return the threads that compute beside the caller."""
-    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="decode-attention")

@@ -9,28 +9,21 @@ the speed of memory (one core of an EPYC with AVX-512).
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from ctypes import c_int64, c_void_p
-from functools import cache
-from importlib.util import find_spec
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_log = logging.getLogger(__name__)
+from csps.kernels import compiled_code
 
 SHORT_INNER = 1024
 """Longest row, in fp32 numbers, of which eight fit in the L1 cache."""
 LEAST_BYTES = 2**20
 """Bytes of an fp32 matrix from which this is faster than torch, whose calls take 12 us less. Its
 products in bf16 take 40 us, whatever the matrix."""
-THREAD_BYTES = 2 * 2**20
-"""Least bytes that a thread reads; the matrix is read once for every eight rows. Another thread
-starts after about 50 us, in which a core reads 1 MiB."""
 
 
 class _Products(NamedTuple):
@@ -96,19 +89,10 @@ def few_row_product(x_ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = Non
     function = next((f for most, f in products.by_rows if most >= rows), products.by_rows[-1][1])
     tensors = x.data_ptr(), weight_oi.data_ptr(), out_to.data_ptr(), rows, inner, outputs
     work = weight_oi.nbytes * -(-rows // products.by_rows[-1][0])
-    threads = max(1, min(torch.get_num_threads(), work // THREAD_BYTES))
+    threads = compiled_code.threads_for(work)
     blocks = outputs // products.block
     cuts = [products.block * (blocks * at // threads) for at in range(threads)]
-    own, *others = itertools.pairwise([*cuts, outputs])
-    helping: list[Future[None]] = []
-    try:
-        for other in others:
-            helping.append(_helpers().submit(function, *tensors, *other))
-        function(*tensors, *own)
-    finally:
-        wait(helping)  # they write into this memory
-    for helper in helping:
-        helper.result()
+    compiled_code.run(function, [(*tensors, *cut) for cut in pairwise([*cuts, outputs])])
     if bias_o is not None:
         out_to.add_(bias_o)  # before the sum is rounded
     return out_to.to(x_ti.dtype)
@@ -118,8 +102,8 @@ _prepared: dict[torch.dtype, _Products] = {}
 
 
 def _compiled(dtype: torch.dtype) -> _Products | None:
-    if find_spec("llvmlite") is None:
-        _log.warning("llvmlite is not installed: torch computes products of few rows")
+    otherwise = f"torch computes products of few rows in {dtype}"
+    if not compiled_code.can_compile(otherwise):
         return None
     # Imported on use: a rank on a GPU needs no llvmlite.
     from csps.kernels import cpu_product_ir, native_code
@@ -130,23 +114,9 @@ def _compiled(dtype: torch.dtype) -> _Products | None:
         return None
     lanes = native_code.vector_lanes()
     arguments = [*[c_void_p] * 3, *[c_int64] * 5]
-    try:
-        by_rows = tuple(
-            (
-                rows,
-                native_code.load_function(
-                    cpu_product_ir.NAME, cpu_product_ir.product_ir(element, rows, lanes), arguments
-                ),
-            )
-            for rows in cpu_product_ir.ROWS
-        )
-    except (RuntimeError, OSError) as error:
-        _log.warning("torch computes products of few rows in %s, LLVM failed: %s", dtype, error)
+    name, rows = cpu_product_ir.NAME, cpu_product_ir.ROWS
+    sources = [(name, cpu_product_ir.product_ir(element, together, lanes)) for together in rows]
+    functions = compiled_code.load_functions(sources, arguments, otherwise)
+    if functions is None:
         return None
-    return _Products(by_rows, cpu_product_ir.BLOCK, lanes)
-
-
-@cache
-def _helpers() -> ThreadPoolExecutor:
-    """Return the threads that compute beside the caller."""
-    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="products")
+    return _Products(tuple(zip(rows, functions, strict=True)), cpu_product_ir.BLOCK, lanes)

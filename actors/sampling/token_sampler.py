@@ -19,7 +19,7 @@ from torch import Tensor
 
 from csps.actors.sampling.grammar_mask import GrammarMask
 from csps.kernels.sampling import Filters
-from csps.models.tokenizers.grammar import Grammars
+from csps.models.tokenizers.grammar import Grammars, no_tokens
 from csps.protocols.core.errors import CspsError, FaultError, InvalidRequest
 from csps.protocols.gang.messages import SamplerInputs, Sampling
 from csps.protocols.rpc.schema import decode
@@ -118,7 +118,7 @@ class TokenSampler:
         bits = self._mask.after_answer(until)
         if isinstance(bits, CspsError):
             self._failure = bits
-            return torch.zeros(-(-self._vocab // 8), dtype=torch.uint8)
+            return torch.from_numpy(no_tokens(self._vocab))
         return bits
 
     def forbid(self, scores_v: Tensor) -> None:

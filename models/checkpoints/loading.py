@@ -214,7 +214,7 @@ def _check_device(
     if reason is None and dtype != torch.bfloat16:
         reason = f"products in FP8 have the type bfloat16, and dtype is {dtype}"
     if reason is not None:
-        raise UnsupportedModelError(f"weight_dtype: fp8: {reason}; set weight_dtype to auto")
+        raise UnsupportedModelError(without_fp8(reason))
     _check_alignment(spec, shard)
 
 
@@ -223,9 +223,16 @@ def _check_alignment(spec: ModelSpec, shard: TpShard) -> None:
     sides = spec.hidden, len(shard.intermediate)
     if any(side % ALIGNMENT for side in sides):
         raise UnsupportedModelError(
-            f"weight_dtype: fp8: a rank's feed-forward matrices are {sides[0]} by {sides[1]}, and "
-            f"GPUs need multiples of {ALIGNMENT}; set weight_dtype to auto"
+            without_fp8(
+                f"a rank's feed-forward matrices are {sides[0]} by {sides[1]}, and GPUs need "
+                f"multiples of {ALIGNMENT}"
+            )
         )
+
+
+def without_fp8(reason: str) -> str:
+    """Return the error's text where weights cannot be kept in FP8."""
+    return f"weight_dtype: fp8: {reason}; set weight_dtype to auto"
 
 
 def _log_quantized(sizes: WeightSizes, dtype: torch.dtype, *, fp8: bool) -> None:

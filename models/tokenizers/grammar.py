@@ -178,6 +178,11 @@ class Grammars:
         return GrammarState(matcher, self._vocab, self._tokenizer.eos_token)
 
 
+def no_tokens(vocab: int) -> NDArray[np.uint8]:
+    """Return a mask that allows no token, as `GrammarState.allowed` has it."""
+    return np.zeros(-(-vocab // 8), np.uint8)
+
+
 class GrammarState:
     """What may follow the tokens that one answer has so far.
 
@@ -213,7 +218,7 @@ class GrammarState:
             InvalidTextError: the grammar is too complex.
         """
         # Bits, because writing and reading a number for each token takes longer than finding them.
-        bits = np.zeros(-(-self._vocab // 8), np.uint8)
+        bits = no_tokens(self._vocab)
         if not self._matcher.is_stopped():
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(bits)]
             bits[: len(known)] = known

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from csps.kernels.rowwise_fp8 import unsupported_device
+from csps.models.checkpoints.loading import without_fp8
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.models.tokenizers.chat_template import read_chat_template
 from csps.protocols.core.errors import ConfigError
@@ -154,11 +155,6 @@ def check_resources(settings: Settings, resources: Resources) -> None:
             f"{settings.gangs[role].instances}, so all ranks need {sum(cpus.values()):g} CPUs, and "
             f"{resources.where} has {resources.cores}: lower one of them; Ray only counts CPUs"
         )
-
-
-def without_fp8(reason: str) -> str:
-    """Return the error's text for GPUs that cannot multiply FP8."""
-    return f"weight_dtype: fp8: {reason}; set weight_dtype to auto"
 
 
 def check_places(settings: Settings) -> None:

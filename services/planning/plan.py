@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from csps.kernels.rowwise_fp8 import unsupported_capability
+from csps.models.checkpoints.loading import without_fp8
 from csps.models.network.spec import ModelSpec, read_spec
 from csps.protocols.core.errors import ConfigError
 from csps.protocols.gang.members import GangRole
 from csps.services.measured.scheduler_inputs import latency_table
-from csps.services.planning.checks import without_fp8
 from csps.services.planning.hardware import Device, Hardware, measured_core
 from csps.services.planning.machine import GIB
 from csps.services.planning.memory import RankNeed, rank_need

@@ -16,7 +16,7 @@ from property_examples import examples
 from rounded_reference import rounded
 from torch import Tensor
 
-from csps.kernels import cpu_attention, cpu_decode
+from csps.kernels import compiled_code, cpu_attention, cpu_decode
 from csps.kernels.arguments import EVERY_SLOT, PART_FIELDS, RowParts, SlotRun, SlotRuns
 from csps.kernels.attention import attention, decode_attention
 from csps.kernels.cpu_decode import DecodeKernel
@@ -58,7 +58,7 @@ def numbers(x_thd: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let even the shortest work be cut for two threads."""
-    monkeypatch.setattr(cpu_decode, "THREAD_BYTES", 1)
+    monkeypatch.setattr(compiled_code, "THREAD_BYTES", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -160,7 +160,7 @@ def test_threads_change_no_row(case: Case, threads: int) -> None:
     tensors = case.tensors()
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode, "THREAD_BYTES", 1)
+        patch.setattr(compiled_code, "THREAD_BYTES", 1)
         torch.set_num_threads(threads)
         try:
             runs = SlotRuns(case.rows, case.runs)
@@ -221,7 +221,7 @@ def test_each_query_sees_one_key_more(
     k[keys:] = v[keys:] = torch.nan  # which no query sees
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode, "THREAD_BYTES", 1)
+        patch.setattr(compiled_code, "THREAD_BYTES", 1)
         torch.set_num_threads(threads)
         try:
             kv = stored(k, dtype), stored(v, dtype)
@@ -494,7 +494,7 @@ def test_without_llvmlite_torch_decodes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu_decode, "_prepared", {})
-    monkeypatch.setattr(cpu_decode, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiled_code, "find_spec", lambda name: None)
     assert not cpu_decode.prepare(heads=4, kv_heads=2, dim=32, dtype=torch.float32)
     assert "llvmlite is not installed" in caplog.text
     q, k = torch.randn(1, 4, 32), torch.randn(9, 2, 32)

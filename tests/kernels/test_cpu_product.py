@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from torch import Tensor
 
-from csps.kernels import cpu_product
+from csps.kernels import compiled_code, cpu_product
 
 pytest.importorskip("llvmlite")
 
@@ -69,7 +69,7 @@ def test_equals_the_product_in_fp64(
 def test_threads_compute_every_output(
     monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int
 ) -> None:
-    monkeypatch.setattr(cpu_product, "THREAD_BYTES", 1)
+    monkeypatch.setattr(compiled_code, "THREAD_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     check(*operands(rows, outputs, 4 * LANES, torch.float32))
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 from fp8_reference import fp8_logits, quantized_rows
 from quantized_checkpoints import Parts, fp8_checkpoint, quantize
 from safetensors.torch import load_file
-from test_network import forward
+from test_network import forward_in_parallel
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_logits
 from torch import Tensor
 
@@ -23,26 +20,6 @@ from csps.models.network.checkpoint_json import UnsupportedModelError
 from csps.models.network.network import Network
 
 TOKENS = 37
-
-
-def logits_of_ranks(model_dir: Path, tp: int, token_ids: list[int], **chunks: Any) -> Tensor:
-    """Return the logits of the first of so many ranks, which are threads."""
-    parts: list[Tensor] = [torch.empty(0)] * tp
-    barrier = threading.Barrier(tp, timeout=60)
-
-    def run(rank: int) -> Tensor:
-        def all_reduce(part: Tensor) -> Tensor:
-            parts[rank] = part
-            barrier.wait()
-            total = torch.stack(parts).sum(0)
-            barrier.wait()
-            return total
-
-        network = load_network(model_dir, tp_rank=rank, tp_size=tp, all_reduce=all_reduce, fp8=True)
-        return forward(network, token_ids, **chunks)
-
-    with ThreadPoolExecutor(tp) as pool:
-        return next(iter(pool.map(run, range(tp))))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -66,7 +43,7 @@ def test_logits_are_those_of_the_definition(
     expected, exact = fp8_logits(model, token_ids, tp), reference_logits(model, token_ids)
     lost = (exact - expected).abs()
     for chunks in ((), (5, 20, 12)):
-        error = (logits_of_ranks(model, tp, token_ids, chunks=chunks) - expected).abs()
+        error = (forward_in_parallel(model, tp, token_ids, chunks, fp8=True)[0] - expected).abs()
         assert error.median() < 1e-3 * lost.median()
         assert error.max() < 0.5 * lost.max()
 

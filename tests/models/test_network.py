@@ -100,10 +100,13 @@ def forward_in_parallel(
     tp_size: int,
     token_ids: list[int],
     chunks: Sequence[int] = (),
-    *,
-    packed: bool = False,
+    **options: bool,
 ) -> list[Tensor]:
-    """Compute each rank's logits; the ranks are threads that meet in every all-reduce."""
+    """Compute each rank's logits; the ranks are threads that meet in every all-reduce.
+
+    Args:
+        options: of `load_network`.
+    """
     parts: list[Tensor] = [torch.empty(0)] * tp_size
     barrier = threading.Barrier(tp_size, timeout=30)
 
@@ -117,7 +120,7 @@ def forward_in_parallel(
 
         return forward(
             load_network(
-                model_dir, tp_rank=rank, tp_size=tp_size, all_reduce=all_reduce, packed=packed
+                model_dir, tp_rank=rank, tp_size=tp_size, all_reduce=all_reduce, **options
             ),
             token_ids,
             chunks=chunks,

@@ -151,7 +151,7 @@ class ElasticGang:
         if not sequences:
             return self._view.now_ns
         stepped_ns = max(instance.stepped_ns for instance in chosen)
-        iteration_ns = self.iteration_ns(len(chosen), len(sequences), _context(sequences))
+        _, iteration_ns = self._pace(len(chosen), sequences)
         return stepped_ns + self._options.decode_iterations * iteration_ns
 
     @cached_property
@@ -226,36 +226,43 @@ class ElasticGang:
         Args:
             small: whether groups count that are too small to regroup, which is most of them.
         """
-        busy, most = self.busy, self.most_sequences
+        busy = self.busy
         stepped = {instance.id: instance.stepped_ns for instance in self._gang.instances}
         ready, later_ns = [], []
         for members, sequences in self._groups:
             if not busy.isdisjoint(members):
                 continue
-            context = _context(sequences)
-            iteration_ns = self.iteration_ns(len(members), len(sequences), context)
+            context, iteration_ns = self._pace(len(members), sequences)
             since_ns = max([stepped[member] for member in members])
             ready_ns = since_ns + self._options.decode_iterations * iteration_ns
             if ready_ns > self._view.now_ns:
                 later_ns.append(ready_ns)
-            elif small or len(members) > 1 or len(sequences) > most:
+            elif small or self.may_regroup(len(members), len(sequences)):
                 ready.append(self._batch(members, sequences, context, iteration_ns))
         return ready, later_ns
 
     @property
     def groups(self) -> list[DecodeGroup]:
         """All decode groups, including those whose instances prefill."""
-        groups = []
-        for members, sequences in self._groups:
-            context = _context(sequences)
-            iteration_ns = self.iteration_ns(len(members), len(sequences), context)
-            groups.append(self._batch(members, sequences, context, iteration_ns))
-        return groups
+        return [
+            self._batch(members, sequences, *self._pace(len(members), sequences))
+            for members, sequences in self._groups
+        ]
+
+    def may_regroup(self, instances: int, sequences: int) -> bool:
+        """Return whether a group of this size may shrink or get more masters. What one instance
+        decodes, as its only master, is the usual case."""
+        return instances > 1 or sequences > self.most_sequences
 
     def sequences_of(self, batch: DecodeGroup) -> list[Sequence]:
         """Return the sequences of a decode group."""
         (first, *_) = batch.instances
         return next(sequences for members, sequences in self._groups if first.id in members)
+
+    def _pace(self, instances: int, sequences: Many[Sequence]) -> tuple[int, int]:
+        """Return the tokens of a group's sequences, and the time of an iteration in ns."""
+        context = sum([kv_slice.tokens for sequence in sequences for kv_slice in sequence.slices])
+        return context, self.iteration_ns(instances, len(sequences), context)
 
     def _batch(
         self,
@@ -291,10 +298,6 @@ def instances_of(sequence: Sequence) -> set[InstanceId]:
         sequence.master_id,
         *(kv_slice.instance for kv_slice in (*sequence.slices, *sequence.answer)),
     }
-
-
-def _context(sequences: Many[Sequence]) -> int:
-    return sum([kv_slice.tokens for sequence in sequences for kv_slice in sequence.slices])
 
 
 class PrefixReuse:

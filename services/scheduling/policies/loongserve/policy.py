@@ -274,10 +274,10 @@ class _Round:
 
     def _regrouped(self, batches: Many[DecodeGroup]) -> Iterator[MovePlan]:
         """Shrink groups that are faster on fewer instances, and give others more masters."""
-        # What one instance decodes, as its only master, is the usual case.
-        most = self._gang.most_sequences
         large = [
-            batch for batch in batches if len(batch.instances) > 1 or len(batch.requests) > most
+            batch
+            for batch in batches
+            if self._gang.may_regroup(len(batch.instances), len(batch.requests))
         ]
         movable = {instance.id for instance in self._gang.movable} if large else set()
         for batch in large:
@@ -290,7 +290,7 @@ class _Round:
             migration = self._regrouping.shrink(batch._replace(instances=now), movable)
             if migration is not None:
                 yield from self._moves([migration])
-            elif len(sequences) > most:
+            elif len(sequences) > self._gang.most_sequences:
                 yield from self._masters(batch, sequences)
 
     def _masters(self, batch: DecodeGroup, sequences: Many[Sequence]) -> Iterator[MovePlan]:
