@@ -1,4 +1,4 @@
-"""What callers of compiled code share: whether there is any, and threads that run it."""
+"""Load functions that LLVM compiles, and run them on several threads."""
 
 from __future__ import annotations
 

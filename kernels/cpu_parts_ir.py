@@ -1,4 +1,4 @@
-"""What the kernels of `cpu_decode` share: arguments, and the walk over parts, blocks and rows.
+"""Arguments of the kernels of `cpu_decode`, and their walk over parts, blocks and rows.
 
 A part is some query rows that see the same runs of slots. Of each row the kernels keep its outputs,
 and for each head the maximum and the sum of online softmax with powers of 2.

@@ -1,4 +1,4 @@
-"""What FP8 with a scale for each row is by definition, and transformers' models with such MLPs.
+"""Reference for FP8 with a scale for each row, and transformers' models with such MLPs.
 
 Nothing here is shared with the product: numbers are looked up in the list of all FP8 numbers.
 """

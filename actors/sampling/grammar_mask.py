@@ -1,8 +1,8 @@
 """The tokens that a grammar allows next.
 
-Most masks take less than 0.1 ms and are found when they are needed. Where the one before took long,
-a thread takes the sampled token into the grammar's state and finds the tokens that may follow while
-the network computes. Another thread compiles grammars, which takes it up to a second.
+Most masks take less than 0.1 ms and are computed when they are needed. If the previous mask took
+long, another thread advances the grammar by the sampled token and computes the next mask during the
+forward pass. A third thread compiles grammars, which takes up to a second.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from csps.protocols.core.errors import CspsError, DeadlineExceeded, InvalidReque
 MASK_S = 10.0
 """Limit of the wait for a mask. Some take 20 ms at the limits of a grammar."""
 BESIDE_S = 0.3e-3
-"""Time of a mask from which the next one is found beside the network. Handing over a shorter one
-takes longer than finding it, because two threads take turns at the interpreter."""
+"""Shortest time of a mask after which the next one is computed during the forward pass. Handing a
+shorter one to the other thread takes longer than computing it, because both need the interpreter's
+lock."""
 COMPILE_WAIT_S = 0.25
 """How long a batch waits for grammars that are being compiled, all of its rows together. Compiling
 has begun when the step arrived, so most are done. A request whose grammar is not is tried again,
@@ -46,10 +47,11 @@ class GrammarMask:
         """Tokens that the state has taken."""
         self._state: GrammarState | None = None
         self._beside = True
-        """Whether the next mask is found beside the network: the first one's time is unknown. It
-        changes only while no mask is being found, so one thread at a time has the state."""
+        """Whether the next mask is computed during the forward pass. The first one is, because its
+        time is unknown. This changes only while no mask is being computed, so one thread at a time
+        uses the state."""
         self._next: Future[tuple[Tensor | None, float]] | None = None
-        """Mask after the tokens so far, if it is found beside the network."""
+        """Mask after the tokens so far, if it is computed during the forward pass."""
 
     def observe(self, token: int) -> None:
         """Take the answer's next token."""

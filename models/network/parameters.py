@@ -28,8 +28,8 @@ class TensorBlock:
     transposed: bool = False
     """True if files that hold floats have the columns of each matrix as rows."""
     kept: Literal["floats", "fp8", "scales"] = "floats"
-    """What a rank keeps: floats, or FP8 numbers and, in a place of their own, their rows'
-    scales."""
+    """Whether a rank keeps this as floats, as FP8 numbers, or as the scales of such numbers' rows,
+    which have a place of their own."""
 
 
 Place = tuple[TensorBlock, ...]

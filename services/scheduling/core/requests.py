@@ -207,7 +207,7 @@ class Requests:
         """Beginnings of prompts that wait to be computed while files of the rest are read, by
         request."""
         self.startable = ChainMap(self.fronts, self.live)
-        """What a policy plans under a request's id: its front, as long as that waits."""
+        """Requests that a policy may plan, by id. A front that waits stands for its request."""
         self._computed_fronts: dict[RequestId, Sequence] = {}
         """Sequences of fronts that have started, by request."""
 
